@@ -1,0 +1,18 @@
+// The exported functions of libhf_flash2.so. Each takes plain data (params.h) and returns the kernel family that ran or a negative
+// HfFlash2Error; the text of the last error of this thread is hf_flash2_last_error(). Nothing here prints, exits or synchronises.
+#pragma once
+#include "params.h"
+
+#define HF_FLASH2_API extern "C" __attribute__((visibility("default")))
+
+HF_FLASH2_API int hf_flash2_forward(const HfFlash2ForwardParams* params);
+HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params);
+
+// Device scratch that hf_flash2_backward needs for these params, in bytes (only shapes are read); negative on error.
+HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params);
+
+// What the library was built from and for, as one JSON object: version, toolkit, archs, head_dims.
+HF_FLASH2_API const char* hf_flash2_build_info(void);
+// 1 when this device can run this library's kernels; else a negative HfFlash2Error, with the reason in hf_flash2_last_error().
+HF_FLASH2_API int hf_flash2_check_device(int device);
+HF_FLASH2_API const char* hf_flash2_last_error(void);

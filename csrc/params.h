@@ -1,0 +1,86 @@
+// The C ABI of libhf_flash2.so: the data that crosses from Python into the kernels.
+// Plain data, no torch, no CUDA headers. Fields are ordered by size (8-byte fields first, then 4-byte) so that the layout has no holes
+// except at the end; hf_flash2/native.py packs the same layout and the library refuses a struct whose size differs.
+// Strides are in elements. "dense" means q [B, Sq, H, D]; "packed" means q [Tq, H, D] with cu_seqlens.
+#pragma once
+#include <stdint.h>
+
+typedef struct HfFlash2Tensor {
+  void* data;
+  int64_t batch_stride;  // 0 when packed
+  int64_t token_stride;
+  int64_t head_stride;  // the head dim itself has stride 1
+} HfFlash2Tensor;
+
+// Where the tokens of sequence b lie. Exactly one of three forms:
+//   cu_seqlens != null                 packed: tokens cu_seqlens[b] .. cu_seqlens[b + 1]          int32 [B + 1]
+//   ranges != null                     dense with padding: tokens ranges[b] .. + ranges[B + b]    int32 [2, B] (start, length)
+//   both null                          dense: tokens 0 .. max_seqlen
+typedef struct HfFlash2Sequences {
+  const int32_t* cu_seqlens;
+  const int32_t* ranges;
+} HfFlash2Sequences;
+
+typedef struct HfFlash2ForwardParams {
+  uint64_t struct_size;  // sizeof(HfFlash2ForwardParams), checked
+  void* stream;          // cudaStream_t
+
+  HfFlash2Tensor q;    // [B, Sq, H, D] or [Tq, H, D]
+  HfFlash2Tensor k;    // [B, Sk, Hk, D] or [Tk, Hk, D]
+  HfFlash2Tensor v;    // as k
+  HfFlash2Tensor out;  // as q
+
+  float* softmax_lse;  // natural log; [B, H, Sq] or [H, Tq]; +inf for a row that sees no key
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+
+  HfFlash2Sequences sequences_q;
+  HfFlash2Sequences sequences_k;
+
+  // Keys inside a range that are padding all the same ("holes"): uint8 [B, Sk], 1 = visible. Null when there are none. Then ranges of k
+  // is [3, B] and its third row says for which sequences the mask has to be read at all.
+  const uint8_t* key_mask;
+  int64_t key_mask_batch_stride;
+
+  const int64_t* rng_state;  // int64 [2] on the device: Philox key and counter offset; null unless dropout_p > 0
+
+  int32_t device;  // CUDA device index
+  int32_t dtype;   // HfFlash2Dtype
+  int32_t batch;
+  int32_t heads_q;
+  int32_t heads_k;       // divides heads_q
+  int32_t head_dim;      // a multiple of 8, at most 256; the same for q, k and v
+  int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
+  int32_t max_seqlen_k;
+  int32_t total_q;      // Tq when packed, else 0
+  int32_t window_left;  // keys visible left of the diagonal, -1 = all. The diagonal is aligned to the bottom-right corner
+  int32_t window_right;  // keys visible right of the diagonal, -1 = all; 0 = causal
+  int32_t family;        // HfFlash2Family: which kernels to use; kAuto lets the library choose
+  float softmax_scale;
+  float dropout_p;
+} HfFlash2ForwardParams;
+
+typedef struct HfFlash2BackwardParams {
+  uint64_t struct_size;            // sizeof(HfFlash2BackwardParams), checked
+  HfFlash2ForwardParams forward;   // as the forward got it, with its out and softmax_lse
+  HfFlash2Tensor dout;             // as out
+  HfFlash2Tensor dq;               // as q
+  HfFlash2Tensor dk;               // as k
+  HfFlash2Tensor dv;               // as v
+  const float* dlse;               // gradient of softmax_lse, laid out like it; null = zero
+  void* workspace;                 // device scratch, 256-byte aligned, uninitialised
+  uint64_t workspace_bytes;        // at least hf_flash2_backward_workspace_bytes()
+  int32_t deterministic;           // non-zero: dq is bit-equal from run to run
+  int32_t reserved;
+} HfFlash2BackwardParams;
+
+enum HfFlash2Dtype { kFloat16 = 0, kBFloat16 = 1 };
+enum HfFlash2Family { kAuto = 0, kSm80 = 80, kSm90 = 90 };
+
+// Return codes of every operation: the family that ran (80 or 90), or one of these.
+enum HfFlash2Error {
+  kErrorAbi = -1,          // struct_size differs: library and Python package are of different versions
+  kErrorArgument = -2,     // a value no kernel accepts; hf_flash2_last_error() names it
+  kErrorUnsupported = -3,  // this device, or this build of the library, has no kernel for it
+  kErrorCuda = -4,         // the CUDA runtime refused; hf_flash2_last_error() has its words
+};

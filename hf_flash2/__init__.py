@@ -1,0 +1,14 @@
+"""FlashAttention-2 for Hugging Face Transformers: own CUDA kernels, padding without copies, one library for every torch.
+
+    import hf_flash2
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="hf_flash2")
+
+README.md has the rest.
+"""
+
+from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .ops import last_backend
+
+__version__ = "0.1.0"
+
+__all__ = ["flash_attn_func", "flash_attn_ranges_func", "flash_attn_varlen_func", "last_backend"]

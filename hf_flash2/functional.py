@@ -1,0 +1,241 @@
+"""Attention functions with flash-attn's names and semantics, and one more for padded batches. The docstrings are the specification.
+
+Everything Python-side that a call needs happens here: argument checks that name value, expectation and remedy, defaults, head-dim padding,
+the dropout seed. Then the op of ops.py runs on the backend of the tensors' device.
+
+Shared by all functions below:
+
+* q, k, v: float16 or bfloat16 on CUDA; float32, float64, bfloat16 or float16 on CPU. Any strides; those the kernels cannot read (last stride
+  not 1, or not multiples of 8 elements) are copied once.
+* heads: the number of query heads is a multiple of the number of key heads; query head h reads key head h // (H / Hk). k and v are never
+  repeated.
+* head dim: up to 256. One that is no multiple of 8, or a v whose head dim differs, is zero-padded by one copy.
+* causal and window: aligned to the bottom-right corner. Query i of a sequence sees key j if
+  i + len_k - len_q - left <= j <= i + len_k - len_q + right, where window_size = (left, right), -1 is unlimited and causal means right = 0.
+  A row that sees no key gives out 0 and lse +inf.
+* dropout_p: applied to the attention probabilities; the mask comes from torch's generator of the device, so `torch.manual_seed` repeats it.
+* softmax_scale: default head_dim ** -0.5.
+* deterministic: gradients are bit-equal from run to run; `torch.use_deterministic_algorithms(True)` asks for it too.
+* softcap, alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
+* return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
+  dropped probabilities, exists for its tests only.)
+
+Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, arXiv 2307.08691.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from . import ops
+from .support import HEAD_DIM_MULTIPLE, reason_unsupported
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """Attention over a dense batch.
+
+    Args:
+        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D]. The others: see the module.
+    Returns:
+        out [B, Sq, H, D], or (out, softmax_lse [B, H, Sq], None).
+    Raises:
+        ValueError: an argument no kernel accepts, with its value and what to do.
+    """
+    return flash_attn_ranges_func(
+        q, k, v, None, None, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_ranges_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges_q: torch.Tensor | None = None,
+    ranges_k: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """Attention over a padded batch, with no copy and no host synchronisation: padding is skipped, not masked.
+
+    Args:
+        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D].
+        ranges_q: int32 [2, B], (start, length) of each sequence among the Sq rows; None = all rows. Rows outside give out 0, lse +inf.
+        ranges_k: int32 [2, B] likewise among the Sk keys; [3, B] with key_mask, the third row non-zero where the mask has to be read.
+        key_mask: bool or uint8 [B, Sk], non-zero = visible, for padding inside a range ("holes"); needs ranges_k.
+        The others: see the module. Causal and window count positions inside the ranges.
+    Returns:
+        out [B, Sq, H, D], or (out, softmax_lse [B, H, Sq], None).
+    Raises:
+        ValueError: an argument no kernel accepts, with its value and what to do.
+
+    `hf_flash2.packing.padded_batch` makes the three from a 2-D attention mask.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"q, k, v must have 4 dimensions [batch, seqlen, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
+            "for packed [tokens, heads, head_dim] tensors use flash_attn_varlen_func"
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k, v must have the same batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if ranges_q is not None:
+        _check_ranges("ranges_q", ranges_q, (2,), batch, q.device)
+    if ranges_k is not None:
+        _check_ranges("ranges_k", ranges_k, (2, 3) if key_mask is None else (3,), batch, q.device)
+    if key_mask is not None:
+        if ranges_k is None:
+            raise ValueError("key_mask needs ranges_k [3, B]; hf_flash2.packing.padded_batch makes both from an attention mask")
+        if tuple(key_mask.shape) != (batch, seqlen_k) or key_mask.dtype not in (torch.bool, torch.uint8) or key_mask.stride(-1) != 1:
+            raise ValueError(
+                f"key_mask must be a bool or uint8 tensor of shape [{batch}, {seqlen_k}] with last stride 1, "
+                f"got {key_mask.dtype} {list(key_mask.shape)}, strides {list(key_mask.stride())}"
+            )
+        key_mask = key_mask.view(torch.uint8)
+    return _attention(
+        q, k, v, ranges_q, ranges_k, key_mask, seqlen_q, seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+):
+    """Attention over packed sequences of different lengths: no padding anywhere.
+
+    Args:
+        q: [Tq, H, D]; k, v: [Tk, Hk, D]: the tokens of all sequences, one after another.
+        cu_seqlens_q: int32 [B + 1] on the device of q, cumulative lengths: sequence b is q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]].
+        cu_seqlens_k: int32 [B + 1] likewise for k and v. A sequence may be empty on either side.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths (an int, or a tensor with one element, which costs a synchronisation).
+            A bound that is too small leaves rows out: it is not checked on CUDA, where that would synchronise.
+        The others: see the module.
+    Returns:
+        out [Tq, H, D], or (out, softmax_lse [H, Tq], None). Rows behind the last sequence are undefined.
+    Raises:
+        ValueError: an argument no kernel accepts, with its value and what to do.
+    """
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        raise ValueError(
+            f"q, k, v must have 3 dimensions [tokens, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
+            "for [batch, seqlen, heads, head_dim] tensors use flash_attn_func"
+        )
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must describe the same number of sequences, got {cu_seqlens_q.shape[0] - 1} and "
+            f"{cu_seqlens_k.shape[0] - 1}"
+        )
+    return _attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+    )  # fmt: skip
+
+
+def _attention(
+    q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table=None,
+):  # fmt: skip
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    _check_tensors(q, k, v)
+    reason = reason_unsupported(
+        q.device.type, q.dtype, max(head_dim, head_dim_v), softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    window_left, window_right = window_size
+    if window_left < -1 or window_right < -1:
+        raise ValueError(f"window_size must be (left, right) with -1 for unlimited, got {tuple(window_size)}")
+    if causal:
+        window_right = 0
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    if head_dim_v != head_dim or head_dim % HEAD_DIM_MULTIPLE:
+        padded = -(-max(head_dim, head_dim_v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
+    rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    out, softmax_lse = ops.forward(
+        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
+        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+    )  # fmt: skip
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    return (out, softmax_lse, None) if return_attn_probs else out
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or run under torch.autocast")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must have the same shape up to the head dim, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head dim, got {q.shape[-1]} and {k.shape[-1]}")
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k == 0 or heads_q % heads_k:
+        raise ValueError(f"the number of query heads must be a multiple of the number of key heads, got {heads_q} and {heads_k}")
+
+
+def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch: int, device: torch.device) -> None:
+    if ranges.dtype != torch.int32 or ranges.dim() != 2 or ranges.shape[0] not in rows or ranges.shape[1] != batch:
+        shapes = " or ".join(f"[{r}, {batch}]" for r in rows)
+        raise ValueError(f"{name} must be an int32 tensor of shape {shapes}, got {ranges.dtype} {list(ranges.shape)}")
+    if ranges.device != device or not ranges.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and on {device}, got strides {list(ranges.stride())} on {ranges.device}")
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{name} must be an int32 tensor of shape [batch + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "make it with lengths.cumsum(0, dtype=torch.int32) and a leading 0"
+        )
+    if cu_seqlens.device != x.device or not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and on {x.device}, got strides {list(cu_seqlens.stride())} on {cu_seqlens.device}")
+    # The values are checked where that costs no synchronisation.
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[0] < 0 or values[-1] > x.shape[0] or any(a > b for a, b in zip(values, values[1:], strict=False)):
+            raise ValueError(f"{name} must rise from 0 to at most the {x.shape[0]} tokens given, got {values}")
+
+
+def _as_int(x: int | torch.Tensor) -> int:
+    return int(x) if isinstance(x, torch.Tensor) else x

@@ -1,0 +1,192 @@
+"""The two torch.library operations, `hf_flash2::forward` and `hf_flash2::backward`: schema, backends, fake kernels, autograd.
+
+CUDA tensors run the kernels of libhf_flash2.so, CPU tensors the reference in plain PyTorch. functional.py checks arguments first; calling
+an op directly is for tests and for compilers.
+
+Sequences (`seqlens_q`, `seqlens_k`, int32): None = dense [B, S, H, D]; 1-D [B + 1] = cumulative lengths of packed [T, H, D];
+2-D [2, B] = (start, length) ranges into dense tensors. With `key_mask` (uint8 [B, Sk], 1 = visible) seqlens_k is [3, B] and its third row
+is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2]) keys the dropout mask.
+`softmax_lse` is float32, natural log, [B, H, Sq] or [H, Tq]; +inf for rows that see no key and for rows outside every range.
+"""
+
+import torch
+
+from . import native, reference
+
+_library = torch.library.Library("hf_flash2", "DEF")
+
+_SEQUENCES = "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? key_mask, Tensor? rng_state"
+_NUMBERS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic"
+)
+_library.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_NUMBERS}) -> (Tensor out, Tensor softmax_lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_SEQUENCES}, {_NUMBERS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+# The backend and kernel family of the last forward of this process, for `last_backend()`.
+_last_backend: str | None = None
+
+
+def last_backend() -> str | None:
+    """Which backend the last attention call of this process ran on: "cuda-sm80", "cuda-sm90", "cpu-reference", or None before any call."""
+    return _last_backend
+
+
+def _record(backend: str) -> None:
+    global _last_backend
+    _last_backend = backend
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def _has_gaps(seqlens: torch.Tensor | None) -> bool:
+    """Ranges leave rows that no sequence covers; those rows of a result are zero (lse: +inf)."""
+    return seqlens is not None and seqlens.dim() == 2
+
+
+def _forward_cuda(
+    q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+):  # fmt: skip
+    gaps = _has_gaps(seqlens_q)
+    out = q.new_zeros(q.shape) if gaps else q.new_empty(q.shape)
+    lse_shape = _lse_shape(q)
+    if gaps:
+        softmax_lse = torch.full(lse_shape, float("inf"), dtype=torch.float32, device=q.device)
+    else:
+        softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    family = native.forward(
+        _kernel_view(q), _kernel_view(k), _kernel_view(v), out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
+    )  # fmt: skip
+    _record(f"cuda-sm{family}")
+    return out, softmax_lse
+
+
+def _backward_cuda(
+    dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+):  # fmt: skip
+    dq = q.new_zeros(q.shape) if _has_gaps(seqlens_q) else q.new_empty(q.shape)
+    new_key_gradient = k.new_zeros if _has_gaps(seqlens_k) else k.new_empty
+    dk, dv = new_key_gradient(k.shape), new_key_gradient(v.shape)
+    native.backward(
+        _kernel_view(dout), None if dlse is None else dlse.contiguous(),
+        _kernel_view(q), _kernel_view(k), _kernel_view(v), out, softmax_lse, dq, dk, dv,
+        seqlens_q, seqlens_k, key_mask, rng_state,
+        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _kernel_view(x: torch.Tensor) -> torch.Tensor:
+    """x as the kernels can read it: they load 16 bytes at a time, so base address and strides must be multiples of 8 elements.
+
+    True of every projection, cache and split of one with a head dim that is a multiple of 8; anything else is copied.
+    """
+    strides = x.stride()
+    if strides[-1] == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _forward_cpu(
+    q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+):  # fmt: skip
+    _record("cpu-reference")
+    return reference.attention_forward(
+        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, softmax_scale, window_left, window_right, dropout_p
+    )
+
+
+def _backward_cpu(
+    dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+):  # fmt: skip
+    return reference.attention_backward(
+        dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, softmax_scale, window_left, window_right, dropout_p
+    )
+
+
+_library.impl("forward", _forward_cuda, "CUDA")
+_library.impl("backward", _backward_cuda, "CUDA")
+_library.impl("forward", _forward_cpu, "CPU")
+_library.impl("backward", _backward_cpu, "CPU")
+
+
+@torch.library.register_fake("hf_flash2::forward", lib=_library)
+def _forward_fake(q, k, v, *_):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
+
+
+@torch.library.register_fake("hf_flash2::backward", lib=_library)
+def _backward_fake(dout, dlse, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _below_autograd(op, args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+class _Attention(torch.autograd.Function):
+    """forward and backward as one differentiable function.
+
+    PERF: registered by hand under the Autograd key; torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
+        out, softmax_lse = _below_autograd(forward, (q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers))
+        ctx.save_for_backward(q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, softmax_lse, *sequences = ctx.saved_tensors
+        none = (None,) * (len(sequences) + len(ctx.numbers))
+        if dout is None:
+            if dlse is None:
+                return (None, None, None, *none)
+            dout = torch.zeros_like(out)
+        return (*backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *ctx.numbers), *none)
+
+
+def _forward_autograd(*args):
+    return _Attention.apply(*args) if torch.is_grad_enabled() else _below_autograd(forward, args)
+
+
+class _AttentionGradient(torch.autograd.Function):
+    """backward, with a clear refusal to be differentiated once more."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return _below_autograd(backward, args)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "hf_flash2 attention has no second derivative; use attn_implementation='eager' where gradients of gradients are needed"
+        )
+
+
+def _backward_autograd(*args):
+    return _AttentionGradient.apply(*args) if torch.is_grad_enabled() else _below_autograd(backward, args)
+
+
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
+
+forward = torch.ops.hf_flash2.forward.default
+backward = torch.ops.hf_flash2.backward.default

@@ -1,0 +1,90 @@
+"""Where each sequence of a batch starts and ends: from a 2-D mask, from position_ids, from a cache. Pure tensors, no Transformers.
+
+A left- or right-padded batch needs no copy: each sequence is a (start, length) range of its row, and the kernels run on the ranges as they
+run on packed sequences. Nothing here reads a value back to the host unless its docstring says so.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """The sequences of a padded batch, in the form `flash_attn_ranges_func` takes them."""
+
+    ranges_q: torch.Tensor | None  # int32 [2, B]: start, length among the query rows; None = all rows
+    ranges_k: torch.Tensor  # int32 [3, B]: start, length, and whether key_mask has to be read
+    key_mask: torch.Tensor  # uint8 [B, Sk]
+
+
+def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Tensor | None = None, causal: bool = True) -> PaddedBatch:
+    """The sequences that a 2-D mask over the keys describes. No host synchronisation.
+
+    Args:
+        key_mask: bool [B, Sk], True = a real token.
+        seqlen_q: number of query rows Sq.
+        q_offset: key column of the first query row; default Sk - Sq (the queries are the last columns, as with a dynamic cache). A static
+            cache has empty slots behind the queries: pass how many tokens it held before. An int or a 0-d tensor.
+        causal: queries and keys are the same tokens, in order: padded query rows are left out, and keys behind the last query are not
+            visible. False for encoders and cross-attention, where every query row is computed.
+
+    The range of a sequence spans its first to its last real key; padding in between ("holes") is what key_mask is kept for. The last query
+    row of a range lies at the last key of its range, so that bottom-right alignment is exact for any kind of padding.
+    """
+    seqlen_k = key_mask.shape[1]
+    column = torch.arange(seqlen_k, device=key_mask.device)
+    if q_offset is None:
+        q_offset = seqlen_k - seqlen_q
+    if causal:
+        key_mask = key_mask & (column < q_offset + seqlen_q)
+    start = torch.where(key_mask, column, seqlen_k).amin(1)
+    end = torch.where(key_mask, column + 1, 0).amax(1)
+    length = (end - start).clamp(min=0)
+    start = torch.where(length > 0, start, 0)
+    holes = key_mask.sum(1) != length
+    ranges_k = torch.stack((start, length, holes)).to(torch.int32)
+    ranges_q = None
+    if causal:
+        start_q = (start - q_offset).clamp(0, seqlen_q)
+        end_q = (start + length - q_offset).clamp(0, seqlen_q)
+        ranges_q = torch.stack((start_q, end_q - start_q)).to(torch.int32)
+    return PaddedBatch(ranges_q, ranges_k, key_mask.contiguous().view(torch.uint8))
+
+
+def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """cu_seqlens (int32 [n + 1]) and the longest length of the documents in one row of position_ids that restart; None for one document.
+
+    Args:
+        position_ids: integer [1, T]. A document starts wherever the position does not go on by one.
+    Synchronises with the host once.
+    """
+    positions = position_ids[0]
+    starts = F.pad((positions[1:] != positions[:-1] + 1), (1, 0), value=True).nonzero().flatten()
+    if starts.shape[0] == 1:
+        return None
+    cu_seqlens = F.pad(starts, (0, 1), value=positions.shape[0]).to(torch.int32)
+    return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+
+
+def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Gather the real tokens of a padded batch into one packed row. Differentiable.
+
+    Args:
+        hidden_states: [B, S, ...]; attention_mask: bool or int [B, S], non-zero = real.
+    Returns:
+        packed [T, ...], indices int64 [T] into the flattened B * S rows, cu_seqlens int32 [B + 1], the longest length.
+    Synchronises with the host (the number of real tokens is a shape).
+    """
+    mask = attention_mask.bool()
+    indices = mask.flatten().nonzero().flatten()
+    lengths = mask.sum(1, dtype=torch.int32)
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, int(lengths.max())
+
+
+def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """The inverse of `unpad_input`: [T, ...] back to [batch, seqlen, ...], zeros in the padding. Differentiable."""
+    padded = packed.new_zeros((batch * seqlen, *packed.shape[1:]))
+    return padded.index_copy(0, indices, packed).unflatten(0, (batch, seqlen))

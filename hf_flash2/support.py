@@ -1,0 +1,43 @@
+"""What the kernels can do, as data, and the one function that says why not. Read by errors, `info`, tests and the README table."""
+
+import torch
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8  # other head dims are zero-padded once in functional.py
+KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256)  # every head dim runs on the next one of these
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+
+def reason_unsupported(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    softcap: float = 0.0,
+    alibi_slopes: object = None,
+    block_table: object = None,
+) -> str | None:
+    """Why attention with these properties cannot run, as a sentence that ends with what to do; None when it can.
+
+    Looks at values only: whether the CUDA library is there and fits the GPU is `native.reason_unavailable`.
+    """
+    if device_type not in ("cuda", "cpu"):
+        return f"device type must be cuda or cpu, got {device_type}; use attn_implementation='sdpa' on this device"
+    dtypes = CUDA_DTYPES if device_type == "cuda" else CPU_DTYPES
+    if dtype not in dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        return (
+            f"q, k, v must be one of {names} on {device_type}, got {str(dtype).removeprefix('torch.')}; "
+            "load the model with dtype=torch.bfloat16 or run it under torch.autocast"
+        )
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        return f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' for this model"
+    if softcap:
+        return f"softcap={softcap} is not supported yet; use attn_implementation='eager' for this model"
+    if alibi_slopes is not None:
+        return "alibi_slopes are not supported yet; use attn_implementation='eager' for this model"
+    if block_table is not None:
+        return "block_table (a paged key/value cache) is not supported yet; pass k and v as plain tensors"
+    return None
