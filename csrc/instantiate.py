@@ -19,21 +19,18 @@ class Unit:
     source: str
 
 
-def units() -> list[Unit]:
-    """Every generated unit, largest head dims first."""
+def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
+    """Every generated unit of these head dims, the largest first."""
     return [
         Unit(f"{direction}_sm80_hdim{head_dim}_{dtype}", f"{direction} d{head_dim} {dtype}", "sm80", _source(direction, head_dim, ctype))
         for direction in DIRECTIONS
-        for head_dim in sorted(HEAD_DIMS, reverse=True)
+        for head_dim in sorted(head_dims, reverse=True)
         for dtype, ctype in DTYPES.items()
     ]
 
 
 def _source(direction: str, head_dim: int, ctype: str) -> str:
     struct = f"HfFlash2{direction.capitalize()}Params"
-    return (
-        f'#include "sm80/{direction}_launch.cuh"\n'
-        "namespace hf_flash2::sm80 {\n"
-        f"template void run_{direction}<{head_dim}, {ctype}>(const {struct}&);\n"
-        "}  // namespace hf_flash2::sm80\n"
-    )
+    functions = {"forward": ("void run_forward",), "backward": ("void run_backward", "int64_t backward_workspace_bytes")}[direction]
+    instances = "".join(f"template {function}<{head_dim}, {ctype}>(const {struct}&);\n" for function in functions)
+    return f'#include "sm80/{direction}_launch.cuh"\nnamespace hf_flash2::sm80 {{\n{instances}}}  // namespace hf_flash2::sm80\n'

@@ -1,0 +1,208 @@
+// The extern "C" surface: check the params, choose kernel family and template instance, launch, report. See api.h.
+#include "api.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <type_traits>
+
+#include "dispatch.h"
+#include "sm80/run.h"
+
+#ifndef HF_FLASH2_VERSION
+#define HF_FLASH2_VERSION "unknown"
+#endif
+#ifndef HF_FLASH2_ARCHS
+#define HF_FLASH2_ARCHS "unknown"
+#endif
+#ifndef HF_FLASH2_TOOLKIT
+#define HF_FLASH2_TOOLKIT "unknown"
+#endif
+
+namespace hf_flash2 {
+namespace {
+
+thread_local std::string last_error;
+
+int fail(int code, const std::string& message) {
+  last_error = message;
+  return code;
+}
+
+std::string version_name(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+
+// Makes `device` current for this thread and restores the previous one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&previous_), "reading the current device");
+    changed_ = previous_ != device;
+    if (changed_) check_cuda(cudaSetDevice(device), "selecting the device");
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+[[noreturn]] void reject(const std::string& name, const std::string& expected, const std::string& got) {
+  throw LaunchError(kErrorArgument, name + " must be " + expected + ", got " + got);
+}
+
+void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
+  const int64_t strides[] = {tensor.batch_stride, tensor.token_stride, tensor.head_stride};
+  for (int64_t stride : strides)
+    if (stride % 8 != 0) reject(std::string("strides of ") + name, "multiples of 8 elements", std::to_string(stride));
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) reject(std::string("address of ") + name, "a multiple of 16", "one that is not");
+  if (packed && tensor.batch_stride != 0) reject(std::string("batch stride of packed ") + name, "0", std::to_string(tensor.batch_stride));
+}
+
+// Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
+void check_forward(const HfFlash2ForwardParams& p) {
+  if (p.struct_size != sizeof p)
+    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions (params of " +
+                                     std::to_string(p.struct_size) + " bytes, library expects " + std::to_string(sizeof p) +
+                                     "); run `hf-flash2 build`");
+  if (p.dtype != kFloat16 && p.dtype != kBFloat16) reject("dtype", "float16 (0) or bfloat16 (1)", std::to_string(p.dtype));
+  if (p.batch < 0 || p.heads_q < 0 || p.max_seqlen_q < 0 || p.max_seqlen_k < 0)
+    reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.heads_q, p.max_seqlen_q, p.max_seqlen_k})));
+  if (p.heads_k <= 0 || p.heads_q % p.heads_k != 0)
+    reject("heads_q", "a multiple of heads_k", std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
+  if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0)
+    reject("head_dim", "a multiple of 8, at most 256", std::to_string(p.head_dim));
+  if (!(p.softmax_scale >= 0.f) || p.softmax_scale > 3e38f)
+    reject("softmax_scale", "finite and not negative (negate q instead)", std::to_string(p.softmax_scale));
+  if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
+  if (p.dropout_p > 0.f && p.rng_state == nullptr) reject("rng_state", "given with dropout", "none");
+  if ((p.sequences_q.cu_seqlens == nullptr) != (p.sequences_k.cu_seqlens == nullptr))
+    reject("q and k", "both packed or both dense", "one of each");
+  if (p.key_mask != nullptr && p.sequences_k.ranges == nullptr) reject("key_mask", "given with ranges of k", "one without");
+  const bool packed = p.sequences_q.cu_seqlens != nullptr;
+  check_tensor("q", p.q, packed);
+  check_tensor("k", p.k, packed);
+  check_tensor("v", p.v, packed);
+  check_tensor("out", p.out, packed);
+  if (p.family == kSm90) throw LaunchError(kErrorUnsupported, "this build has no sm90 kernel family; unset HF_FLASH2_FAMILY or set it to sm80");
+}
+
+void check_backward(const HfFlash2BackwardParams& p) {
+  if (p.struct_size != sizeof p) throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  check_forward(p.forward);
+  const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
+  check_tensor("dout", p.dout, packed);
+  check_tensor("dq", p.dq, packed);
+  check_tensor("dk", p.dk, packed);
+  check_tensor("dv", p.dv, packed);
+}
+
+int64_t workspace_bytes(const HfFlash2BackwardParams& params) {
+  return dispatch_head_dim(params.forward.head_dim, [&](auto head_dim) {
+    return dispatch_dtype(params.forward.dtype, [&](auto dtype) {
+      return sm80::backward_workspace_bytes<decltype(head_dim)::value, decltype(dtype)>(params);
+    });
+  });
+}
+
+// Runs f() and turns what it throws into an error code.
+template <typename F>
+auto guarded(const F& f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const LaunchError& error) {
+    return fail(error.code, error.what());
+  } catch (const std::exception& error) {
+    return fail(kErrorCuda, error.what());
+  }
+}
+
+}  // namespace
+
+int shared_memory_per_block(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& entry = known[device % 64];
+  int bytes = entry.load(std::memory_order_relaxed);
+  if (bytes == 0) {
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "reading the shared memory size");
+    if (const char* limit = std::getenv("HF_FLASH2_SHARED_MEMORY_LIMIT")) bytes = std::min(bytes, std::atoi(limit));
+    entry.store(bytes, std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
+}  // namespace hf_flash2
+
+using namespace hf_flash2;
+
+int hf_flash2_forward(const HfFlash2ForwardParams* params) {
+  return guarded([&]() -> int {
+    check_forward(*params);
+    const DeviceGuard guard(params->device);
+    dispatch_head_dim(params->head_dim, [&](auto head_dim) {
+      dispatch_dtype(params->dtype, [&](auto dtype) { sm80::run_forward<decltype(head_dim)::value, decltype(dtype)>(*params); });
+    });
+    return kSm80;
+  });
+}
+
+int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params) {
+  return guarded([&]() -> int64_t {
+    check_backward(*params);
+    return workspace_bytes(*params);
+  });
+}
+
+int hf_flash2_backward(const HfFlash2BackwardParams* params) {
+  return guarded([&]() -> int {
+    check_backward(*params);
+    const DeviceGuard guard(params->forward.device);
+    const int64_t needed = workspace_bytes(*params);
+    if (params->workspace_bytes < static_cast<uint64_t>(needed))
+      reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params->workspace_bytes));
+    dispatch_head_dim(params->forward.head_dim, [&](auto head_dim) {
+      dispatch_dtype(params->forward.dtype, [&](auto dtype) { sm80::run_backward<decltype(head_dim)::value, decltype(dtype)>(*params); });
+    });
+    return kSm80;
+  });
+}
+
+int hf_flash2_check_device(int device) {
+  return guarded([&]() -> int {
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) throw LaunchError(kErrorUnsupported, "no NVIDIA driver is installed; attention runs on CUDA GPUs only with one");
+    if (driver / 1000 < runtime / 1000)
+      throw LaunchError(kErrorUnsupported, "the NVIDIA driver supports CUDA " + version_name(driver) + ", but libhf_flash2.so was built with CUDA " +
+                                               version_name(runtime) + ": update the driver, or set CUDA_HOME to a toolkit of version " +
+                                               version_name(driver) + " or older and run `hf-flash2 build`");
+    int count = 0;
+    check_cuda(cudaGetDeviceCount(&count), "looking for GPUs");
+    if (device < 0 || device >= count)
+      throw LaunchError(kErrorUnsupported, "there is no GPU " + std::to_string(device) + " (" + std::to_string(count) + " found)");
+    int major = 0, minor = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "reading the compute capability");
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "reading the compute capability");
+    const std::string capability = std::to_string(major) + "." + std::to_string(minor);
+    if (major < 8)
+      throw LaunchError(kErrorUnsupported, "GPU " + std::to_string(device) + " has compute capability " + capability +
+                                               "; the kernels need 8.0 (Ampere) or newer: use attn_implementation='sdpa' on this GPU");
+    const DeviceGuard guard(device);
+    if (!has_code_for_current_device())
+      throw LaunchError(kErrorUnsupported, "libhf_flash2.so was built for " HF_FLASH2_ARCHS " and has no code for compute capability " + capability +
+                                               "; run `hf-flash2 build` without HF_FLASH2_ARCHS");
+    return 1;
+  });
+}
+
+const char* hf_flash2_build_info(void) {
+  return "{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
+         "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"]}";
+}
+
+const char* hf_flash2_last_error(void) { return last_error.c_str(); }

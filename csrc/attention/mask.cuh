@@ -1,0 +1,83 @@
+// Which keys a query sees: window (causal is a window with right = 0), sequence length, and the key mask of sequences with holes.
+// Row i of a sequence sees key j if i + shift - left <= j <= i + shift + right with shift = len_k - len_q (bottom-right alignment).
+// Blocks nobody sees are never visited; masks are applied only on blocks that a limit crosses.
+#pragma once
+#include <limits.h>
+#include <math.h>
+
+#include "attention/sequence.cuh"
+
+namespace hf_flash2 {
+
+struct Mask {
+  const HfFlash2ForwardParams& params;  // in constant memory: what is read from it costs no registers
+  int len_q;
+  int len_k;
+  const uint8_t* visible;  // key mask from the first key of the range on, or null when every key of the range is real
+
+  __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int batch, Sequence q, Sequence k)
+      : params(params), len_q(q.length), len_k(k.length), visible(nullptr) {
+    if (params.key_mask != nullptr && params.sequences_k.ranges[2 * params.batch + batch] != 0)
+      visible = params.key_mask + batch * params.key_mask_batch_stride + k.start;
+  }
+
+  // Keys visible left and right of the diagonal; "all" is far beyond any length and far from overflow.
+  __device__ __forceinline__ int left() const { return params.window_left < 0 ? INT_MAX / 4 : params.window_left; }
+  __device__ __forceinline__ int right() const { return params.window_right < 0 ? INT_MAX / 4 : params.window_right; }
+  __device__ __forceinline__ int shift() const { return len_k - len_q; }
+
+  // First and last key (inclusive) row i may see; empty when first > last.
+  __device__ __forceinline__ int first_key(int row) const { return max(0, row + shift() - left()); }
+  __device__ __forceinline__ int last_key(int row) const { return min(len_k - 1, row + shift() + right()); }
+
+  // Key blocks [begin, end) that some row of [row_begin, row_end) sees.
+  __device__ __forceinline__ int key_block_begin(int row_begin, int block_n) const { return first_key(row_begin) / block_n; }
+  __device__ __forceinline__ int key_block_end(int row_end, int block_n) const {
+    return max(0, last_key(min(row_end, len_q) - 1) + block_n) / block_n;
+  }
+
+  // Query blocks [begin, end) with some row that sees a key of [key_begin, key_end).
+  __device__ __forceinline__ int query_block_begin(int key_begin, int block_m) const { return max(0, key_begin - shift() - right()) / block_m; }
+  __device__ __forceinline__ int query_block_end(int key_end, int block_m) const {
+    const int last_row = min(len_q - 1, min(key_end, len_k) - 1 - shift() + left());
+    return max(0, last_row + block_m) / block_m;
+  }
+
+  // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked.
+  __device__ __forceinline__ bool needed(int row_begin, int row_end, int key_begin, int key_end) const {
+    return visible != nullptr || key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();
+  }
+
+  // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
+  // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added).
+  template <int kMTiles, int kNTiles>
+  __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = first_key(row + m * 16 + half * 8) - key, last = last_key(row + m * 16 + half * 8) - key;
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (n * 8 + c < first || n * 8 + c > last) scores[m][n][half * 2 + c] = -INFINITY;
+          }
+        }
+      }
+    }
+    if (visible == nullptr) return;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int j = key + n * 8 + c;
+        if (j < len_k && visible[j] != 0) continue;
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) scores[m][n][c] = scores[m][n][2 + c] = -INFINITY;
+      }
+    }
+  }
+};
+
+}  // namespace hf_flash2

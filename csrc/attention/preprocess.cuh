@@ -1,0 +1,60 @@
+// First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row, and zeros in the dQ accumulator.
+// delta: Dao, arXiv 2307.08691, algorithm 2, line 4; the dlse term because d lse / d S = P.
+#pragma once
+#include <math.h>
+
+#include "attention/softmax.cuh"
+#include "attention/workspace.cuh"
+
+namespace hf_flash2 {
+
+constexpr int kPreprocessThreads = 256;
+
+// One block of threads per query block. Rows past the end of a sequence get lse = +inf, so that P = exp2(S - lse) = 0 without a row mask.
+template <int kBlockM, int kHeadDim, typename T>
+__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
+  const HfFlash2ForwardParams& forward = params.forward;
+  const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
+  const int query_block = blockIdx.x % query_blocks;
+  const int head = blockIdx.x / query_blocks % forward.heads_q;
+  const int batch = blockIdx.x / query_blocks / forward.heads_q;
+  const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
+  if (query_block * kBlockM >= seq.length) return;
+
+  const Workspace workspace(params, kBlockM, kHeadDim);
+  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
+  if (threadIdx.x == 0) workspace.semaphores[tile] = 0;
+  float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kHeadDim);
+  for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+
+  // 8 lanes a row, 8 elements a lane and step.
+  const T* out = token_pointer<const T>(forward.out, batch, head, seq.start);
+  const T* dout = token_pointer<const T>(params.dout, batch, head, seq.start);
+  const int64_t lse_offset = batch * forward.lse_batch_stride + head * forward.lse_head_stride + seq.start;
+  float* delta = workspace.delta + tile * kBlockM * 2;
+  for (int r = threadIdx.x / 8; r < kBlockM; r += kPreprocessThreads / 8) {
+    const int row = query_block * kBlockM + r;
+    float sum = 0.f;
+    if (row < seq.length) {
+      for (int column = threadIdx.x % 8 * 8; column < forward.head_dim; column += 64) {
+        const uint4 o = *reinterpret_cast<const uint4*>(out + row * forward.out.token_stride + column);
+        const uint4 d = *reinterpret_cast<const uint4*>(dout + row * params.dout.token_stride + column);
+        const uint32_t os[4] = {o.x, o.y, o.z, o.w}, ds[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 a = unpack<T>(os[i]), b = unpack<T>(ds[i]);
+          sum += a.x * b.x + a.y * b.y;
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (threadIdx.x % 8 == 0) {
+      const bool valid = row < seq.length;
+      delta[r] = valid && params.dlse != nullptr ? sum - params.dlse[lse_offset + row] : sum;
+      delta[kBlockM + r] = valid ? forward.softmax_lse[lse_offset + row] * kLog2e : INFINITY;
+    }
+  }
+}
+
+}  // namespace hf_flash2

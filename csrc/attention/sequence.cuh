@@ -1,0 +1,27 @@
+// Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length.
+#pragma once
+#include "params.h"
+
+namespace hf_flash2 {
+
+struct Sequence {
+  int start;   // first token: in the packed tensor, or in the row of this batch entry
+  int length;  // tokens
+};
+
+__device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& sequences, int batch_size, int batch, int max_seqlen) {
+  if (sequences.cu_seqlens != nullptr) {
+    const int start = sequences.cu_seqlens[batch];
+    return {start, min(sequences.cu_seqlens[batch + 1] - start, max_seqlen)};
+  }
+  if (sequences.ranges != nullptr) return {sequences.ranges[batch], sequences.ranges[batch_size + batch]};
+  return {0, max_seqlen};
+}
+
+// Address of token 0 of a sequence, for one head. 64-bit: tensors can exceed 2^31 elements.
+template <typename T>
+__device__ __forceinline__ T* token_pointer(const HfFlash2Tensor& tensor, int batch, int head, int token) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + token * tensor.token_stride + head * tensor.head_stride;
+}
+
+}  // namespace hf_flash2

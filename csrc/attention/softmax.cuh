@@ -1,0 +1,90 @@
+// The online softmax of FlashAttention-2 (arXiv 2307.08691, algorithm 1), in base 2, on mma.sync accumulators.
+// A thread holds kRows rows (2 of each 16-row tile), each shared with the 3 other lanes of its quad.
+#pragma once
+#include <math.h>
+
+#include "device/convert.cuh"
+
+namespace hf_flash2 {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <typename Op>
+__device__ __forceinline__ float quad_reduce(float x, Op op) {
+  x = op(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return op(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+template <int kMTiles>
+struct OnlineSoftmax {
+  float row_max[kMTiles][2];  // of the unscaled scores seen so far, the same in all lanes of a quad
+  float row_sum[kMTiles][2];  // of this lane's columns only, until finish()
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[m][half] = -INFINITY;
+        row_sum[m][half] = 0.f;
+      }
+    }
+  }
+
+  // scores <- exp2((scores - max) * scale); out is rescaled to the new maximum, not yet normalised.
+  template <int kNTiles, int kDTiles>
+  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kDTiles][4], float scale_log2) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float block_max = row_max[m][half];
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) block_max = fmaxf(block_max, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+        block_max = quad_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
+        // NOTE: a row that has seen no key yet keeps max = -inf; subtracting 0 instead gives exp2(-inf) = 0, never -inf - (-inf).
+        const float scaled_max = block_max == -INFINITY ? 0.f : block_max * scale_log2;
+        const float rescale = exp2_approx(row_max[m][half] * scale_log2 - scaled_max);
+        row_max[m][half] = block_max;
+        float sum = row_sum[m][half] * rescale;
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+          for (int c = half * 2; c < half * 2 + 2; ++c) {
+            scores[m][n][c] = exp2_approx(fmaf(scores[m][n][c], scale_log2, -scaled_max));
+            sum += scores[m][n][c];
+          }
+        }
+        row_sum[m][half] = sum;
+#pragma unroll
+        for (int d = 0; d < kDTiles; ++d) {
+          out[m][d][half * 2] *= rescale;
+          out[m][d][half * 2 + 1] *= rescale;
+        }
+      }
+    }
+  }
+
+  // Completes the row sums, normalises out (times out_scale: 1 / keep probability under dropout) and returns the natural-log lse of each
+  // row in place of row_max. A row that saw no key: out 0, lse +inf.
+  template <int kDTiles>
+  __device__ __forceinline__ void finish(float (&out)[kMTiles][kDTiles][4], float scale_log2, float out_scale) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = quad_reduce(row_sum[m][half], [](float a, float b) { return a + b; });
+        const float inverse = sum == 0.f ? 0.f : out_scale / sum;
+        row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] * scale_log2 + log2f(sum)) * kLn2;
+#pragma unroll
+        for (int d = 0; d < kDTiles; ++d) {
+          out[m][d][half * 2] *= inverse;
+          out[m][d][half * 2 + 1] *= inverse;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hf_flash2

@@ -1,0 +1,43 @@
+// Scratch of the backward pass: delta (one float a query row) and the fp32 accumulator of dQ (one tile a query block), laid out so that
+// tiles of different sequences never overlap, whatever the lengths, without knowing them on the host.
+#pragma once
+#include "attention/sequence.cuh"
+
+namespace hf_flash2 {
+
+// Query blocks are numbered per head: sequence b starts at block cu_seqlens[b] / block_m + b when packed (each earlier sequence wastes less
+// than one block), at b * ceil(Sq / block_m) when dense.
+struct Workspace {
+  float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
+  float* dq;            // [H, blocks, block_m * head_dim]: dQ / softmax_scale, in the accumulation order of the kernel family
+  int32_t* semaphores;  // [H, blocks]: whose turn it is to add to a block of dq, in deterministic mode
+  int64_t blocks;       // query blocks of one head, over all sequences
+
+  __host__ __device__ static int64_t query_blocks(const HfFlash2ForwardParams& params, int block_m) {
+    if (params.sequences_q.cu_seqlens != nullptr) return params.total_q / block_m + params.batch;
+    return static_cast<int64_t>(params.batch) * ((params.max_seqlen_q + block_m - 1) / block_m);
+  }
+
+  __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int head_dim) {
+    const int64_t tiles = query_blocks(params, block_m) * params.heads_q;
+    return tiles * (block_m * (head_dim + 2) + 1) * 4;
+  }
+
+  __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int head_dim)
+      : blocks(query_blocks(params.forward, block_m)) {
+    const int64_t tiles = blocks * params.forward.heads_q;
+    dq = static_cast<float*>(params.workspace);
+    delta = dq + tiles * block_m * head_dim;
+    semaphores = reinterpret_cast<int32_t*>(delta + tiles * block_m * 2);
+  }
+
+  // Number of the first query block of sequence `batch`, counted over all heads.
+  __device__ __forceinline__ int64_t first_block(const HfFlash2ForwardParams& params, int batch, int head, int block_m) const {
+    const int64_t block = params.sequences_q.cu_seqlens != nullptr
+                              ? params.sequences_q.cu_seqlens[batch] / block_m + batch
+                              : static_cast<int64_t>(batch) * ((params.max_seqlen_q + block_m - 1) / block_m);
+    return head * blocks + block;
+  }
+};
+
+}  // namespace hf_flash2

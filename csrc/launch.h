@@ -1,0 +1,51 @@
+// Host-side launch helpers shared by both kernel families. Failures are thrown as LaunchError and end at the extern "C" boundary (api.cpp).
+#pragma once
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+namespace hf_flash2 {
+
+struct LaunchError : std::runtime_error {
+  int code;  // HfFlash2Error
+  LaunchError(int code, const std::string& message) : std::runtime_error(message), code(code) {}
+};
+
+inline void check_cuda(cudaError_t error, const char* doing) {
+  if (error != cudaSuccess) throw LaunchError(kErrorCuda, std::string(doing) + ": " + cudaGetErrorString(error));
+}
+
+// Lets a kernel use more than 48 KB of shared memory; asked of the runtime once per kernel and device.
+inline void allow_shared_memory(const void* kernel, int bytes, int device, std::atomic<uint64_t>& done) {
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (done.load(std::memory_order_relaxed) & bit) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
+  done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Shared memory one block may use, opted in, in bytes. HF_FLASH2_SHARED_MEMORY_LIMIT lowers it, to test the tiles of smaller GPUs.
+int shared_memory_per_block(int device);
+
+// Whether this library holds machine code, or PTX the driver can compile, for the current device.
+bool has_code_for_current_device();
+
+// One-dimensional launch of kernel(params); does nothing for an empty grid.
+template <auto kKernel, typename Params>
+void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name) {
+  static std::atomic<uint64_t> shared_memory_allowed{0};
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX) throw LaunchError(kErrorArgument, std::string(name) + ": batch * heads * sequence blocks exceeds 2^31");
+  if (shared_bytes > 48 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kKernel), shared_bytes, device, shared_memory_allowed);
+  void* arguments[] = {const_cast<Params*>(&params)};
+  check_cuda(cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
+                              shared_bytes, static_cast<cudaStream_t>(stream)),
+             name);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace hf_flash2

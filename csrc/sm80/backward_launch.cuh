@@ -1,0 +1,48 @@
+// Launch of the mma.sync backward: preprocess, main kernel, conversion of dQ; and the choice of tile variant.
+#pragma once
+#include "attention/preprocess.cuh"
+#include "launch.h"
+#include "sm80/backward.cuh"
+#include "sm80/run.h"
+
+namespace hf_flash2::sm80 {
+
+template <int kHeadDim, typename T, BackwardVariant kVariant>
+void launch_backward(const HfFlash2BackwardParams& params) {
+  using Shape = BackwardShape<kHeadDim, kVariant>;
+  const HfFlash2ForwardParams& forward = params.forward;
+  const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
+  const int64_t key_blocks = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
+  launch<preprocess_kernel<Shape::kBlockM, kHeadDim, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream,
+                                                         "attention backward, preprocess");
+  if (forward.dropout_p > 0.f)
+    launch<backward_kernel<kHeadDim, T, kVariant, true>>(params, key_blocks, Shape::kThreads, Shape::kSharedBytes, forward.device,
+                                                         forward.stream, "attention backward");
+  else
+    launch<backward_kernel<kHeadDim, T, kVariant, false>>(params, key_blocks, Shape::kThreads, Shape::kSharedBytes, forward.device,
+                                                          forward.stream, "attention backward");
+  launch<convert_dq_kernel<kHeadDim, T, kVariant>>(params, query_blocks, Shape::kThreads, 0, forward.device, forward.stream,
+                                                   "attention backward, dq");
+}
+
+template <int kHeadDim>
+bool large_variant_fits(int device) {
+  return shared_memory_per_block(device) >= BackwardShape<kHeadDim, BackwardVariant::kLarge>::kSharedBytes;
+}
+
+template <int kHeadDim, typename T>
+int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
+  const int block_m = large_variant_fits<kHeadDim>(params.forward.device) ? BackwardTile<kHeadDim, BackwardVariant::kLarge>::kBlockM
+                                                                          : BackwardTile<kHeadDim, BackwardVariant::kSmall>::kBlockM;
+  return Workspace::bytes(params.forward, block_m, kHeadDim);
+}
+
+template <int kHeadDim, typename T>
+void run_backward(const HfFlash2BackwardParams& params) {
+  if (large_variant_fits<kHeadDim>(params.forward.device))
+    launch_backward<kHeadDim, T, BackwardVariant::kLarge>(params);
+  else
+    launch_backward<kHeadDim, T, BackwardVariant::kSmall>(params);
+}
+
+}  // namespace hf_flash2::sm80

@@ -1,0 +1,122 @@
+// FlashAttention-2 forward on mma.sync, for every GPU from Ampere on: out = softmax(scale * Q K^T + mask) V and the log-sum-exp of each row.
+// Dao, arXiv 2307.08691, algorithm 1. Launched by forward_launch.cuh.
+//
+// One block computes kBlockM query rows of one head. Its warps split the rows (each kBlockM / kNWarps), so softmax needs no exchange
+// between warps. K and V blocks stream through shared memory from the last visible to the first: while S = Q K^T is computed, V is in
+// flight; while O += P V is computed, the next K is.
+#pragma once
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "sm80/gemm.cuh"
+#include "tiles.h"
+
+namespace hf_flash2::sm80 {
+
+template <int kHeadDim>
+constexpr int kForwardSharedBytes = (ForwardTile<kHeadDim>::kBlockM + 2 * ForwardTile<kHeadDim>::kBlockN) * kHeadDim * 2;
+
+template <int kHeadDim, typename T, bool kDropout>
+__global__ void __launch_bounds__(ForwardTile<kHeadDim>::kNWarps * 32, ForwardTile<kHeadDim>::kBlocksPerSm)
+    forward_kernel(const __grid_constant__ HfFlash2ForwardParams params) {
+  using Tile = ForwardTile<kHeadDim>;
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kThreads = Tile::kNWarps * 32;
+  constexpr int kRowsPerWarp = kBlockM / Tile::kNWarps;
+  constexpr int kMTiles = kRowsPerWarp / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+
+  // Grid: query blocks fastest, so that blocks of one head run together and share its K and V in L2; the last, longest rows first.
+  const int query_blocks = (params.max_seqlen_q + kBlockM - 1) / kBlockM;
+  const int query_block = query_blocks - 1 - blockIdx.x % query_blocks;
+  const int head = blockIdx.x / query_blocks % params.heads_q;
+  const int batch = blockIdx.x / query_blocks / params.heads_q;
+  const int head_k = head / (params.heads_q / params.heads_k);
+
+  const Sequence seq_q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
+  const Sequence seq_k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
+  const int row_begin = query_block * kBlockM;
+  if (row_begin >= seq_q.length) return;
+  const Mask mask(params, batch, seq_q, seq_k);
+  const int key_block_begin = mask.key_block_begin(row_begin, kBlockN);
+  const int key_block_end = mask.key_block_end(row_begin + kBlockM, kBlockN);
+
+  const T* gQ = token_pointer<const T>(params.q, batch, head, seq_q.start);
+  const T* gK = token_pointer<const T>(params.k, batch, head_k, seq_k.start);
+  const T* gV = token_pointer<const T>(params.v, batch, head_k, seq_k.start);
+
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t sQ = shared_address(shared);             // [kBlockM, kHeadDim]; O on the way out
+  const uint32_t sK = sQ + kBlockM * kHeadDim * 2;        // [kBlockN, kHeadDim]
+  const uint32_t sV = sK + kBlockN * kHeadDim * 2;        // [kBlockN, kHeadDim]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp * kRowsPerWarp;              // first row of this warp in the block
+  const int lane_row = row_begin + warp_row + lane / 4;  // first row of this lane in the sequence
+
+  auto load_keys = [&](int block) {
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sK, gK, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+  };
+  auto load_values = [&](int block) {
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sV, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+  };
+
+  load_tile_async<kBlockM, kHeadDim, kThreads>(sQ, gQ, params.q.token_stride, row_begin, seq_q.length, params.head_dim);
+  if (key_block_begin < key_block_end) load_keys(key_block_end - 1);
+  cp_async_commit();
+
+  const RowsOfA<kHeadDim> q_fragments(sQ, warp_row);
+  const ColumnsOfB<kHeadDim> k_fragments(sK, 0);
+  const RowsOfB<kHeadDim> v_fragments(sV, 0);
+  const float scale_log2 = params.softmax_scale * kLog2e;
+
+  OnlineSoftmax<kMTiles> softmax;
+  float out[kMTiles][kDTiles][4] = {};
+
+  for (int block = key_block_end - 1; block >= key_block_begin; --block) {
+    cp_async_wait<0>();
+    __syncthreads();  // K (and at first Q) has arrived for every thread; nobody reads V of the last block any more
+    load_values(block);
+    cp_async_commit();
+
+    float scores[kMTiles][kNTiles][4] = {};
+    multiply<T, kHeadDim / 16>(scores, q_fragments, 0, k_fragments, 0);
+
+    cp_async_wait<0>();
+    __syncthreads();  // V has arrived; nobody reads K any more
+    if (block > key_block_begin) load_keys(block - 1);
+    cp_async_commit();
+
+    const int key_begin = block * kBlockN;
+    if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN)) mask.apply(scores, lane_row, key_begin + lane % 4 * 2);
+    softmax.update(scores, out, scale_log2);
+    if constexpr (kDropout) {
+      const Dropout dropout(params, batch, head, lane);
+      dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
+    }
+    multiply_probabilities<T>(out, scores, v_fragments);
+  }
+
+  softmax.finish(out, scale_log2, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
+
+  if (lane % 4 == 0) {
+    float* lse = params.softmax_lse + batch * params.lse_batch_stride + head * params.lse_head_stride + seq_q.start;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + m * 16 + half * 8;
+        if (row < seq_q.length) lse[row] = softmax.row_max[m][half];
+      }
+    }
+  }
+
+  // O leaves through the rows of Q that only this warp has read.
+  cp_async_wait<0>();
+  __syncwarp();
+  write_accumulators<T, kHeadDim>(sQ, out, warp_row, 0);
+  __syncwarp();
+  T* gO = token_pointer<T>(params.out, batch, head, seq_q.start);
+  store_tile<kRowsPerWarp, kHeadDim, 32>(sQ + warp_row * kHeadDim * 2, gO, params.out.token_stride, row_begin + warp_row, seq_q.length,
+                                         params.head_dim, lane);
+}
+
+}  // namespace hf_flash2::sm80
