@@ -1,0 +1,568 @@
+"""Build libhf_flash2.so: find nvcc, write build.ninja, run it, show progress, judge what ptxas said.
+
+Standard library only: setup.py loads this file by path (no torch there yet), `hf-flash2 build` imports it, and
+`python hf_flash2/build.py --strict` runs it alone.
+
+Environment:
+    HF_FLASH2_NVCC        this nvcc and no other
+    CUDA_HOME             the toolkit to use; else the nvidia-cuda-nvcc package of this Python, else nvcc on PATH, else /usr/local/cuda
+    CXX                   host C++ compiler; else g++, clang++ or c++ on PATH
+    HF_FLASH2_ARCHS       architectures, e.g. "90" or "80;90+PTX;90a" (the default): machine code for sm_NN, +PTX for newer GPUs as well
+    HF_FLASH2_HEAD_DIMS   kernels of these head dims only, e.g. "64,128", for a quick development build
+    HF_FLASH2_SKIP_CUDA   1: install without CUDA kernels
+    MAX_JOBS              compile jobs at once; else from the cores and the free memory
+"""
+
+import argparse
+import contextlib
+import fcntl
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARY_NAME = "libhf_flash2.so"
+DEFAULT_ARCHS = "80;90+PTX;90a"  # sm_80 code runs on every 8.x GPU but not on 9.0; the PTX serves everything newer
+MIN_TOOLKIT = (12, 0)
+GIB = 1 << 30
+BYTES_PER_JOB = 2 * GIB
+COMMON_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"]
+# ptxas gave up on something a kernel counts on. C7508: setmaxnreg ignored; C7510, C7514, C7515: wgmma serialised.
+PTXAS_MESSAGES = ("C7508", "C7510", "C7514", "C7515")
+
+Say = Callable[[str], None]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built; the message is complete: what failed, its last lines, what to do."""
+
+
+# ---- What to build with ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA compiler. `root` holds bin/nvcc, include/ and lib or lib64; `found` says how it was found."""
+
+    root: Path
+    version: str  # e.g. 13.0.88
+    found: str
+
+
+def find_toolkit() -> Toolkit | None:
+    """The CUDA compiler to use, or None when there is none. One that was named but is unusable raises BuildError."""
+    named = os.environ.get("HF_FLASH2_NVCC")
+    if named:
+        return _inspect(Path(named), "HF_FLASH2_NVCC")
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").is_file():  # a CUDA_HOME without a compiler is a runtime-only install: look on
+        return _inspect(Path(home) / "bin" / "nvcc", "CUDA_HOME")
+    on_path = shutil.which("nvcc")
+    candidates = [(Path(entry) / "nvidia" / "cu13" / "bin" / "nvcc", "the nvidia-cuda-nvcc package") for entry in sys.path if entry]
+    candidates += [(Path(on_path), "PATH")] if on_path else []
+    candidates += [(Path("/usr/local/cuda/bin/nvcc"), "/usr/local/cuda")]
+    for nvcc, found in candidates:
+        if nvcc.is_file():
+            with contextlib.suppress(BuildError):
+                return _inspect(nvcc, found)
+    return None
+
+
+def _inspect(nvcc: Path, found: str) -> Toolkit:
+    try:
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        # nvcc may be a wrapper script or a link: only it knows where it lives.
+        dryrun = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"hf_flash2: {found} names {nvcc}, which does not run: {error}; point it at a working nvcc or unset it") from error
+    number = re.search(r"\bV(\d+\.\d+\.\d+)", version)
+    here = re.search(r"_HERE_=(.+)", dryrun)
+    if not number or not here:
+        raise BuildError(f"hf_flash2: {found} names {nvcc}, which does not answer like nvcc; point it at a working nvcc or unset it")
+    if _version_tuple(number[1]) < MIN_TOOLKIT:
+        wanted = ".".join(map(str, MIN_TOOLKIT))
+        raise BuildError(
+            f"hf_flash2: CUDA toolkit must be at least {wanted}, got {number[1]} from {found} ({nvcc}); name a newer one there"
+        )
+    return Toolkit(Path(here[1].strip()).parent.resolve(), number[1], found)
+
+
+def _version_tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def find_host_compiler() -> str | None:
+    """The C++ compiler that nvcc shall call: CXX, else the first of g++, clang++ and c++ on PATH."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def find_ninja() -> str | None:
+    """The ninja executable: of this Python's scripts folder (a virtual environment need not be activated), or on PATH."""
+    return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+
+
+def reason_not_buildable() -> str | None:
+    """Why the CUDA library cannot be built here, as one line that ends with what to do; None when it can."""
+    if os.environ.get("HF_FLASH2_SKIP_CUDA", "0") not in ("", "0"):
+        return "HF_FLASH2_SKIP_CUDA is set; unset it and run `hf-flash2 build` to get them"
+    if sys.platform != "linux":
+        return f"the CUDA library is built on Linux only, this is {sys.platform}"
+    if not find_host_compiler():
+        return "there is no C++ compiler (CXX, g++, clang++); install one, e.g. `apt-get install g++`, and run `hf-flash2 build`"
+    if not find_toolkit():
+        return (
+            "there is no nvcc (HF_FLASH2_NVCC, CUDA_HOME, the nvidia-cuda-nvcc package, PATH); `pip install hf_flash2[build]`, "
+            "then `hf-flash2 build`"
+        )
+    if not find_ninja():
+        return "there is no ninja; `pip install ninja`, then `hf-flash2 build`"
+    return None
+
+
+# ---- What to build for -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One entry of HF_FLASH2_ARCHS: machine code for sm_<name> and, with ptx, PTX for everything newer."""
+
+    name: str  # "80", "90a"
+    ptx: bool = False
+
+    @property
+    def family(self) -> str:
+        """The kernels it is for: sm90 (wgmma, needs the 'a' target) or sm80 (mma.sync, every GPU)."""
+        return "sm90" if self.name.endswith("a") else "sm80"
+
+    @property
+    def targets(self) -> list[str]:
+        return [f"sm_{self.name}"] + ([f"compute_{self.name}"] if self.ptx else [])
+
+    @property
+    def flags(self) -> list[str]:
+        return ["-gencode", f"arch=compute_{self.name},code=[{','.join(self.targets)}]"]
+
+
+def parse_archs(text: str) -> list[Arch]:
+    """ "80;90+PTX;90a" as data; separators are ; , and blanks."""
+    archs = []
+    for entry in filter(None, re.split(r"[;,\s]+", text)):
+        match = re.fullmatch(r"(\d{2,3})(a?)(\+PTX)?", entry)
+        if not match or int(match[1]) < 80 or (match[2] and match[1] != "90") or (match[2] and match[3]):
+            raise BuildError(
+                f"hf_flash2: HF_FLASH2_ARCHS must list compute capabilities from 80 on, 90+PTX for PTX as well, 90a for the Hopper "
+                f"kernels; got {entry!r} in {text!r}. The default is {DEFAULT_ARCHS!r}"
+            )
+        archs.append(Arch(match[1] + match[2], bool(match[3])))
+    if not archs:
+        raise BuildError(f"hf_flash2: HF_FLASH2_ARCHS names no architecture, got {text!r}. The default is {DEFAULT_ARCHS!r}")
+    return archs
+
+
+def parse_head_dims(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
+    """ "64,128" as data, checked against the head dims there are kernels for; an empty text means all of them."""
+    entries = list(filter(None, re.split(r"[;,\s]+", text)))
+    unknown = [entry for entry in entries if entry not in map(str, known)]
+    if unknown:
+        raise BuildError(f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown)}")
+    return tuple(sorted(map(int, entries))) or known
+
+
+# ---- How many jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def choose_jobs() -> tuple[int, str]:
+    """(compile jobs at once, the reason): MAX_JOBS, else as many as there are cores and 2 GiB of free memory for."""
+    named = os.environ.get("MAX_JOBS")
+    if named:
+        if not named.isdecimal() or int(named) < 1:
+            raise BuildError(f"hf_flash2: MAX_JOBS must be a positive number, got {named!r}")
+        return int(named), "MAX_JOBS"
+    cores, memory_bytes = usable_cores(), free_memory_bytes()
+    jobs = max(1, min(cores, memory_bytes * 8 // 10 // BYTES_PER_JOB))
+    return jobs, f"{cores} cores, {memory_bytes / GIB:.0f} GiB free"
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut down to the CPU quota of its control group."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_file("cpu", "cpu.max") or " ".join(
+        filter(None, (_cgroup_file("cpu", "cpu.cfs_quota_us"), _cgroup_file("cpu", "cpu.cfs_period_us")))
+    )
+    match = re.fullmatch(r"(\d+) (\d+)", quota)
+    return max(1, min(cores, -(-int(match[1]) // int(match[2])))) if match else cores
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping: what the machine has available, cut down to the limit of the control group."""
+    available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    for limit_name, usage_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        limit, usage = _cgroup_file("memory", limit_name), _cgroup_file("memory", usage_name)
+        if limit.isdecimal() and usage.isdecimal():
+            available = min(available, int(limit) - int(usage))
+    return max(0, available)
+
+
+def _cgroup_file(controller: str, name: str) -> str:
+    """A file of this process's control group, version 2 or 1; empty when it has none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            base = Path("/sys/fs/cgroup") / (controller if controllers else "")
+            for folder in (base / path.strip("/"), base):  # inside a container the group's own folder is mounted at the base
+                if (folder / name).is_file():
+                    return (folder / name).read_text().strip()
+    return ""
+
+
+# ---- What ptxas said ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """ptxas's words on one kernel for one architecture. `name` is unit:arch:kernel, what the patterns of spills.json match."""
+
+    name: str
+    spill_bytes: int
+    messages: tuple[str, ...] = ()
+
+
+def parse_ptxas(unit: str, text: str) -> list[KernelReport]:
+    """The kernels that `-Xptxas -v` printed for one compilation unit, with their spills and performance messages."""
+    reports: list[KernelReport] = []
+    arch, kernel, messages = "", "", []
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            kernel, arch = match[1], match[2]
+        elif match := re.search(r"Function properties for (\S+)", line):
+            kernel = match[1]
+        elif any(message in line for message in PTXAS_MESSAGES):
+            messages.append(line.strip())
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            reports.append(KernelReport(f"{unit}:{arch}:{kernel}", max(int(match[1]), int(match[2])), tuple(messages)))
+            messages = []
+    if messages:  # said after the last kernel, or where the format has changed: lost by no means
+        reports.append(KernelReport(f"{unit}:{arch}:{kernel}", 0, tuple(messages)))
+    return reports
+
+
+def judge(reports: list[KernelReport], allowed: dict[str, dict]) -> list[str]:
+    """What must not be there: performance messages, spills above their allowance, allowances no kernel needs any more.
+
+    `allowed` is csrc/spills.json: {pattern over unit:arch:kernel: {"bytes": most spilled bytes, "reason": why that is right}}.
+    """
+    problems = []
+    for report in reports:
+        problems += [f"{report.name}: {message}" for message in report.messages]
+        limit = max((entry["bytes"] for pattern, entry in allowed.items() if fnmatch.fnmatchcase(report.name, pattern)), default=0)
+        if report.spill_bytes > limit:
+            problems.append(f"{report.name}: spills {report.spill_bytes} bytes of registers, allowed are {limit} (csrc/spills.json)")
+    for pattern, entry in allowed.items():
+        if not entry.get("reason"):
+            problems.append(f"csrc/spills.json: {pattern}: must give a reason")
+        matched = [report for report in reports if fnmatch.fnmatchcase(report.name, pattern)]
+        if matched and not any(report.spill_bytes for report in matched):
+            problems.append(f"csrc/spills.json: {pattern}: nothing spills there any more; remove the line")
+    return problems
+
+
+# ---- The build ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One object file."""
+
+    source: Path
+    label: str
+    archs: tuple[Arch, ...]
+    defines: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+
+def source_folder() -> Path:
+    """csrc/: inside the installed package, or beside it in a checkout."""
+    installed = Path(__file__).resolve().with_name("csrc")
+    return installed if installed.is_dir() else installed.parents[1] / "csrc"
+
+
+def default_build_folder(csrc: Path) -> Path:
+    """build/kernels of the checkout that csrc belongs to, else a folder in the user's cache."""
+    if (csrc.parent / "pyproject.toml").is_file():
+        return csrc.parent / "build" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_flash2" / "build"
+
+
+def build(
+    *,
+    csrc: Path | None = None,
+    build_folder: Path | None = None,
+    output: Path | None = None,
+    archs: str | None = None,
+    head_dims: str | None = None,
+    strict: bool = False,
+    say: Say = _say,
+) -> Path:
+    """Compile what has changed and put the library at `output` (default: beside this file). Returns that path.
+
+    archs and head_dims are written as in HF_FLASH2_ARCHS and HF_FLASH2_HEAD_DIMS, which they default to. With `strict`, register spills
+    that csrc/spills.json does not allow and ptxas's performance messages are errors; otherwise they are reported only.
+    """
+    started = time.monotonic()
+    reason = reason_not_buildable()
+    if reason:
+        raise BuildError(f"hf_flash2: the CUDA kernels cannot be built here: {reason}")
+    toolkit = find_toolkit()
+    csrc = (csrc or source_folder()).resolve()
+    folder = (build_folder or default_build_folder(csrc)).resolve()
+    output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
+    jobs_at_once, jobs_reason = choose_jobs()
+    archs_wanted = parse_archs(archs or os.environ.get("HF_FLASH2_ARCHS") or DEFAULT_ARCHS)
+    with _lock(folder, say):
+        jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))
+        _write_ninja(folder, csrc, toolkit, jobs)
+        targets = " ".join(sorted({target for job in jobs for arch in job.archs for target in arch.targets}))
+        say(
+            f"hf_flash2: building {len(jobs)} objects for {targets} with nvcc {toolkit.version} ({toolkit.found}), "
+            f"{jobs_at_once} at once ({jobs_reason})"
+        )
+        _run_ninja(folder, jobs_at_once, say)
+        reports = [report for job in jobs for report in parse_ptxas(job.name, _log(folder, job.name).read_text())]
+        allowed_file = csrc / "spills.json"
+        problems = judge(reports, json.loads(allowed_file.read_text()) if allowed_file.is_file() else {})
+        _install(folder / LIBRARY_NAME, output)
+    if problems and strict:
+        raise BuildError("hf_flash2: the kernels compile, but not as they should:\n  " + "\n  ".join(problems))
+    for problem in problems:
+        say(f"warning: {problem}")
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    say(
+        f"hf_flash2: built {output} ({output.stat().st_size / 1e6:.1f} MB) in {time.monotonic() - started:.0f} s, "
+        f"largest compiler process {peak_bytes / GIB:.2f} GiB"
+    )
+    return output
+
+
+def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_dims_text: str) -> list[Job]:
+    """Every object to compile: the generated kernel units, then the sources that lie in csrc itself."""
+    instantiate = _load_by_path("hf_flash2_instantiate", csrc / "instantiate.py")
+    head_dims = parse_head_dims(head_dims_text, instantiate.HEAD_DIMS)
+    of_family = {family: tuple(arch for arch in archs if arch.family == family) for family in ("sm80", "sm90")}
+    jobs = []
+    for unit in instantiate.units(head_dims):
+        if of_family[unit.family]:
+            source = folder / "units" / f"{unit.name}.cu"
+            _write_if_changed(source, unit.source)
+            jobs.append(Job(source, unit.label, of_family[unit.family]))
+    if not jobs:
+        raise BuildError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
+    built = [target for arch in archs if any(arch in job.archs for job in jobs) for target in arch.targets]
+    defines = (
+        f'HF_FLASH2_VERSION="{package_version()}"',
+        f'HF_FLASH2_ARCHS="{",".join(built)}"',
+        f'HF_FLASH2_HEAD_DIMS="{",".join(map(str, head_dims))}"',
+    )
+    general = of_family["sm80"] or tuple(archs)
+    for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("*.cu")]):
+        jobs.append(Job(source, source.stem, general if source.suffix == ".cu" else (), defines if source.stem == "api" else ()))
+    return jobs
+
+
+def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, jobs: list[Job]) -> None:
+    # The commands name the toolkit by a link in the build folder, and its headers as system headers (absent from the depfiles): pip unpacks
+    # nvcc into a new temporary folder every time, which must not make every object stale. Its version is part of every command instead.
+    link = folder / "toolkit"
+    link.unlink(missing_ok=True)
+    link.symlink_to(toolkit.root)
+    nvcc = ["toolkit/bin/nvcc", "-ccbin", find_host_compiler()]
+    includes = [flag for path in ("include", "include/cccl") if (toolkit.root / path).is_dir() for flag in ("-isystem", f"toolkit/{path}")]
+    libraries = [f"-Ltoolkit/{path}" for path in ("lib64", "lib") if (toolkit.root / path).is_dir()]
+    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), _define(f'HF_FLASH2_TOOLKIT="{toolkit.version}"')]
+    # --exclude-libs hides the static CUDA runtime from the one that torch loads; -z defs finds a missing kernel now and not at load time.
+    link_flags = [*nvcc, "-shared", "-cudart", "static", *libraries, "-Xlinker", "--exclude-libs=ALL,-z,defs,-s"]
+    lines = [
+        "# Written by hf_flash2/build.py.",
+        "rule compile",
+        f"  command = {_ninja(shlex.join(compile_flags))} $flags -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "
+        "|| { cat $out.log; false; }",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $label",
+        "rule link",
+        f"  command = {_ninja(shlex.join(link_flags))} $in -o $out",
+        f"  description = link {LIBRARY_NAME}",
+    ]
+    for job in jobs:
+        flags = [*(flag for arch in job.archs for flag in arch.flags), *map(_define, job.defines)]
+        targets = " ".join(target for arch in job.archs for target in arch.targets)
+        lines += [
+            f"build {_object(job.name)}: compile {_ninja_path(job.source)}",
+            f"  flags = {_ninja(shlex.join(flags))}",
+            f"  label = {job.label} {targets}".rstrip(),
+        ]
+    lines.append(f"build {LIBRARY_NAME}: link {' '.join(_object(job.name) for job in jobs)}")
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+
+
+def _object(name: str) -> str:
+    return f"objects/{name}.o"
+
+
+def _log(folder: Path, name: str) -> Path:
+    return folder / f"{_object(name)}.log"
+
+
+def _define(text: str) -> str:
+    return "-D" + text.replace(",", "\\,")  # nvcc splits the values of its options at commas
+
+
+def _ninja(text: str) -> str:
+    return text.replace("$", "$$")
+
+
+def _ninja_path(path: Path) -> str:
+    return re.sub(r"([ :$])", r"$\1", str(path))
+
+
+def _run_ninja(folder: Path, jobs: int, say: Say) -> None:
+    """Run ninja, pass its progress lines on, and turn a failed command into a BuildError that shows its last lines."""
+    command = [find_ninja(), "-C", str(folder), "-j", str(jobs)]
+    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
+    failure: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment) as ninja:
+        for line in map(str.rstrip, ninja.stdout):
+            if re.match(r"\[\d+/\d+\] ", line):
+                say(line)
+            elif not line.startswith("ninja: Entering directory"):
+                failure.append(line)
+    if ninja.returncode:
+        raise BuildError(_failure_report(failure, folder))
+
+
+def _failure_report(lines: list[str], folder: Path) -> str:
+    text = "\n".join(lines)
+    hint = next(
+        (hint for pattern, hint in HINTS if re.search(pattern, text)), "the whole output lies in the .log files of the build folder"
+    )
+    shown = [line if len(line) < 2000 else line[:2000] + " …" for line in lines[-25:]]
+    command = lines[1] if lines and lines[0].startswith("FAILED") and len(lines) > 26 else ""
+    return "\n".join(
+        ["hf_flash2: compiling the CUDA kernels failed", *filter(None, [command]), *(f"  | {line}" for line in shown), f"hint: {hint}",
+         f"build folder: {folder}; `HF_FLASH2_SKIP_CUDA=1 pip install .` installs without the kernels"]
+    )  # fmt: skip
+
+
+HINTS = (
+    (r"unsupported (GNU|clang) version", "this host compiler is too new for nvcc; set CXX to an older one, e.g. CXX=g++-13"),
+    (r"Killed|signal 9|[Oo]ut of memory|Cannot allocate", "the machine ran out of memory; compile fewer at once with MAX_JOBS=1"),
+    (r"No space left on device", "the disk is full; free some space, or set TMPDIR to a folder on another disk"),
+    (
+        r"Unsupported gpu architecture|is not defined for option 'gpu-",
+        "this toolkit does not know one of the architectures; set HF_FLASH2_ARCHS",
+    ),
+    (r"cannot find -lcudart|cannot find -lcudadevrt", "the static CUDA runtime is missing; `pip install nvidia-cuda-runtime==13.0.*`"),
+    (r"cicc: (not found|No such file)", "nvcc is incomplete; `pip install nvidia-nvvm==13.0.*`"),
+    (
+        r"fatal error: (crt/|cuda|nv/|cub/|thrust/)",
+        "CUDA headers are missing; `pip install nvidia-cuda-crt==13.0.* nvidia-cuda-cccl==13.0.*`",
+    ),
+    (r"undefined (symbol|reference).*hf_flash2", "csrc/dispatch.h calls a kernel that csrc/instantiate.py does not make"),
+)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, say: Say) -> Iterator[None]:
+    """One build at a time in a folder. The system drops the lock when its holder dies, however it dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"hf_flash2: waiting for another build in {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _install(library: Path, output: Path) -> None:
+    """Copy in one step: a process that has the old library loaded keeps the old file."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staged = output.with_name(f".{output.name}.{os.getpid()}")
+        shutil.copy2(library, staged)
+        os.replace(staged, output)
+    except OSError as error:
+        raise BuildError(
+            f"hf_flash2: {output} cannot be written: {error}; use `hf-flash2 build --output PATH` and set HF_FLASH2_LIBRARY=PATH"
+        ) from error
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def _load_by_path(name: str, path: Path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def package_version() -> str:
+    """hf_flash2.__version__, read without importing the package (which imports torch)."""
+    return re.search(r'^__version__ = "(.+)"', Path(__file__).with_name("__init__.py").read_text(), re.MULTILINE)[1]
+
+
+# ---- Command line ------------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-flash2 build`."""
+    parser.add_argument("--archs", help=f"as HF_FLASH2_ARCHS (default {DEFAULT_ARCHS})")
+    parser.add_argument("--head-dims", help="as HF_FLASH2_HEAD_DIMS (default: all)")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail on register spills not listed in csrc/spills.json and on serialised wgmma"
+    )
+    parser.add_argument("--csrc", type=Path, help="sources (default: those of the package)")
+    parser.add_argument("--build-folder", type=Path, help="objects and logs (default: build/kernels, or the user's cache)")
+    parser.add_argument("--output", type=Path, help=f"the library (default: {LIBRARY_NAME} in the package)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`hf-flash2 build`: 0 when the library was built, 1 with the reason on stderr otherwise."""
+    try:
+        options = ("csrc", "build_folder", "output", "archs", "head_dims", "strict")
+        build(**{option: getattr(args, option) for option in options})
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description="Build the CUDA library of hf_flash2.")
+    add_arguments(arguments)
+    sys.exit(run(arguments.parse_args()))
