@@ -385,7 +385,7 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
     )
     general = of_family["sm80"] or tuple(archs)
     for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("*.cu")]):
-        jobs.append(Job(source, source.stem, general if source.suffix == ".cu" else (), defines if source.stem == "api" else ()))
+        jobs.append(Job(source, source.stem, general if source.suffix == ".cu" else (), defines))
     return jobs
 
 
@@ -546,6 +546,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="fail on register spills not listed in csrc/spills.json and on serialised wgmma"
     )
+    parser.add_argument("--if-possible", action="store_true", help="say so and succeed where there is no compiler")
     parser.add_argument("--csrc", type=Path, help="sources (default: those of the package)")
     parser.add_argument("--build-folder", type=Path, help="objects and logs (default: build/kernels, or the user's cache)")
     parser.add_argument("--output", type=Path, help=f"the library (default: {LIBRARY_NAME} in the package)")
@@ -554,6 +555,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`hf-flash2 build`: 0 when the library was built, 1 with the reason on stderr otherwise."""
     try:
+        reason = reason_not_buildable() if args.if_possible else None
+        if reason:
+            print(f"hf_flash2: the CUDA kernels are not built: {reason}")
+            return 0
         options = ("csrc", "build_folder", "output", "archs", "head_dims", "strict")
         build(**{option: getattr(args, option) for option in options})
     except BuildError as error:

@@ -47,8 +47,14 @@ def library() -> ctypes.CDLL:
         )
     try:
         lib = ctypes.CDLL(str(path))
-    except OSError as error:
+        _declare(lib)
+    except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
         raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `hf-flash2 build`") from error
+    return lib
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    """Argument and return types of csrc/api.h."""
     for name in ("hf_flash2_forward", "hf_flash2_backward"):
         getattr(lib, name).argtypes = [ctypes.c_char_p]
         getattr(lib, name).restype = ctypes.c_int
@@ -58,7 +64,6 @@ def library() -> ctypes.CDLL:
     lib.hf_flash2_check_device.restype = ctypes.c_int
     lib.hf_flash2_build_info.restype = ctypes.c_char_p
     lib.hf_flash2_last_error.restype = ctypes.c_char_p
-    return lib
 
 
 def build_info() -> dict:

@@ -1,0 +1,35 @@
+"""The command line: `hf-flash2 info | build | parity | bench`, also as `python -m hf_flash2`.
+
+Each command is a module with add_arguments(parser) and run(args) -> exit code, imported only when it is the one asked for.
+Exit codes: 0 all right, 1 a problem was found, 2 wrong usage.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "info": "versions, GPUs, the CUDA library, and which backend runs for which case",
+    "build": "compile the CUDA library of this package",
+    "parity": "compare hf_flash2 with eager attention and say whether the difference is normal",
+    "bench": "time hf_flash2 against eager and SDPA",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` defaults to the arguments of the process."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="hf-flash2", description="FlashAttention-2 for Hugging Face Transformers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=f"hf-flash2 {name}: {summary}.")
+        if argv[:1] == [name]:
+            command = import_module(f"hf_flash2.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

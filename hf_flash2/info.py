@@ -1,0 +1,266 @@
+"""`hf-flash2 info`: versions, GPUs, the CUDA library, which backend runs for which case and why no better one, state of the registration.
+
+Never fails, on any machine: a section that cannot be read says so in its place.
+"""
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import build, native, support
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-flash2 info`."""
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report. Always 0."""
+    report = collect()
+    print(json.dumps(report, indent=2) if args.json else render(report))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """The whole report as plain data. A section that fails is {"error": its message}."""
+    sections: dict[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "gpu": _gpu,
+        "library": _library,
+        "backends": _backends,
+        "transformers": _registration,
+        "environment": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith("HF_FLASH2_")},
+    }
+    return {name: _guarded(section) for name, section in sections.items()}
+
+
+def _guarded(section: Callable[[], Any]) -> Any:
+    try:
+        return section()
+    except Exception as error:  # whatever is broken here is what the reader wants to know
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "hf_flash2": build.package_version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _installed_version(name) for name in PACKAGES},
+    }
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    """The NVIDIA driver, what torch sees of the GPUs, and where it sees none, why."""
+    driver = _nvidia_driver()
+    with warnings.catch_warnings(record=True) as caught:  # torch says in a warning why CUDA does not start
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / (1 << 30), 1),
+                "multiprocessors": properties.multi_processor_count,
+                "unavailable": native.reason_unavailable(index),
+            }
+        )
+    return {
+        "driver": driver,
+        "torch_cuda": torch.version.cuda,
+        "devices": devices,
+        "none_because": None if devices else _reason_no_device(driver, [str(warning.message) for warning in caught]),
+    }
+
+
+def _nvidia_driver() -> dict[str, Any] | None:
+    """Driver version, newest CUDA version it supports and GPU names, asked of NVML; None without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    text, number, count = ctypes.create_string_buffer(96), ctypes.c_int(), ctypes.c_uint()
+    driver: dict[str, Any] = {"version": None, "cuda": None, "gpus": []}
+    if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0:
+        driver["version"] = text.value.decode()
+    if nvml.nvmlSystemGetCudaDriverVersion(ctypes.byref(number)) == 0:
+        driver["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        handle = ctypes.c_void_p()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0 and nvml.nvmlDeviceGetName(handle, text, len(text)) == 0:
+            driver["gpus"].append(text.value.decode())
+    nvml.nvmlShutdown()
+    return driver
+
+
+def _reason_no_device(driver: dict[str, Any] | None, torch_warnings: list[str]) -> str:
+    if driver is None:
+        return "no NVIDIA driver answers on this machine"
+    if not driver["gpus"]:
+        return f"the NVIDIA driver {driver['version']} is there, but it sees no GPU"
+    gpus = ", ".join(driver["gpus"])
+    if torch.version.cuda is None:
+        return f"{gpus} is there, but torch {torch.__version__} is a build without CUDA; install one with CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return f"{gpus} is there, but CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides it"
+    return " ".join(torch_warnings) or f"{gpus} is there, but torch {torch.__version__} cannot use it"
+
+
+def _library() -> dict[str, Any]:
+    path = native.library_path()
+    library: dict[str, Any] = {"path": str(path), "exists": path.is_file()}
+    try:
+        library |= native.build_info()
+        library["mb"] = round(path.stat().st_size / 1e6, 1)
+    except native.NotAvailableError as error:
+        library["error"] = str(error)
+        library["rebuild"] = build.reason_not_buildable() or "`hf-flash2 build` can build it here"
+    return library
+
+
+def _backends() -> list[dict[str, str | None]]:
+    """One row per case: the backend that runs it, or None, and why it is none better."""
+    rows = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        rows += _cuda_backends(index)
+    if not rows:
+        reason = native.reason_unavailable(0) if native.library_path().is_file() else None
+        rows.append(_row("cuda tensors", None, reason or "torch sees no usable GPU"))
+    rows.append(_row("cpu tensors, any floating-point dtype", "cpu-reference", "exact plain PyTorch: the kernels run on GPUs only"))
+    return rows
+
+
+def _cuda_backends(index: int) -> list[dict[str, str | None]]:
+    device = f"cuda:{index}"
+    reason = native.reason_unavailable(index)
+    if reason:
+        return [_row(f"{device}, any case", None, reason)]
+    library = native.build_info()
+    family, why_not_better = _family_for(torch.cuda.get_device_capability(index), library.get("families", []))
+    dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in support.CUDA_DTYPES)
+    built = [dim for dim in support.KERNEL_HEAD_DIMS if dim in library["head_dims"]]
+    served = _row(f"{device}, {dtypes}, head dim up to {max(built)}", f"cuda-{family}", why_not_better)
+    refused = {
+        f"{device}, float32": support.reason_unsupported("cuda", torch.float32, 128),
+        f"{device}, head dim {max(built) + 1} and more": support.reason_unsupported("cuda", torch.bfloat16, max(built) + 1)
+        or f"this library holds head dims {', '.join(map(str, built))}; rebuild it without HF_FLASH2_HEAD_DIMS",
+        f"{device}, softcap": support.reason_unsupported("cuda", torch.bfloat16, 128, softcap=1.0),
+        f"{device}, ALiBi": support.reason_unsupported("cuda", torch.bfloat16, 128, alibi_slopes=True),
+        f"{device}, paged cache": support.reason_unsupported("cuda", torch.bfloat16, 128, block_table=True),
+    }
+    return [served, *(_row(case, None, reason) for case, reason in refused.items() if reason)]
+
+
+def _family_for(capability: tuple[int, int], families: list[str]) -> tuple[str, str | None]:
+    """(kernel family that runs on this GPU, why it is not a better one)."""
+    forced = os.environ.get("HF_FLASH2_FAMILY", "auto")
+    if forced != "auto":
+        return forced, f"HF_FLASH2_FAMILY={forced} forces it"
+    if capability[0] != 9:
+        return "sm80", None
+    if "sm90" in families:
+        return "sm90", None
+    return "sm80", "this library has no Hopper kernels (sm90)"
+
+
+def _row(case: str, backend: str | None, why: str | None) -> dict[str, str | None]:
+    return {"case": case, "backend": backend, "why_not_better": why}
+
+
+def _registration() -> dict[str, Any]:
+    """Whether Transformers knows attn_implementation="hf_flash2" in this process."""
+    if _installed_version("transformers") is None:
+        return {"registered": False, "reason": "transformers is not installed"}
+    from . import interface  # not at the top: it is the one module that needs transformers
+
+    return interface.registration()
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text to paste into an issue."""
+    lines = []
+
+    def add(label: str, value: object) -> None:
+        lines.append(f"{label:<14} {value}")
+
+    for section in ("versions", "gpu", "library", "backends", "transformers"):
+        if isinstance(report[section], dict) and set(report[section]) == {"error"}:
+            add(section, f"cannot be read: {report[section]['error']}")
+        else:
+            _RENDERERS[section](report[section], add)
+    for name, value in report["environment"].items():
+        add("environment", f"{name}={value}")
+    return "\n".join(lines)
+
+
+def _render_versions(versions: dict[str, str | None], add: Callable[[str, object], None]) -> None:
+    for name, version in versions.items():
+        add(name, version or "not installed")
+
+
+def _render_gpu(gpu: dict[str, Any], add: Callable[[str, object], None]) -> None:
+    driver = gpu["driver"]
+    add("driver", f"{driver['version']}, CUDA {driver['cuda']}" if driver else "none")
+    add("torch CUDA", gpu["torch_cuda"] or "none (a CPU build of torch)")
+    for device in gpu["devices"]:
+        add(
+            f"GPU {device['index']}",
+            f"{device['name']}, compute capability {device['capability']}, {device['memory_gib']} GiB, "
+            f"{device['multiprocessors']} multiprocessors",
+        )
+    if gpu["none_because"]:
+        add("GPU", f"none: {gpu['none_because']}")
+
+
+def _render_library(library: dict[str, Any], add: Callable[[str, object], None]) -> None:
+    add("library", library["path"] if library["exists"] else f"{library['path']} (not there)")
+    if "error" in library:
+        add("", library["error"])
+        add("", library["rebuild"])
+        return
+    head_dims = ", ".join(map(str, library["head_dims"]))
+    add("", f"{library['mb']} MB, version {library['version']}, CUDA {library['toolkit']}, {library['archs']}, head dims {head_dims}")
+
+
+def _render_backends(rows: list[dict[str, str | None]], add: Callable[[str, object], None]) -> None:
+    for row in rows:
+        why = f" ({row['why_not_better']})" if row["why_not_better"] else ""
+        add("backend", f"{row['case']}: {row['backend'] or 'refused'}{why}")
+
+
+def _render_transformers(state: dict[str, Any], add: Callable[[str, object], None]) -> None:
+    add("registered", "yes" if state["registered"] else f"no: {state['reason']}")
+
+
+_RENDERERS = {
+    "versions": _render_versions,
+    "gpu": _render_gpu,
+    "library": _render_library,
+    "backends": _render_backends,
+    "transformers": _render_transformers,
+}
