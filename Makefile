@@ -1,0 +1,55 @@
+# make demo | test | build | lint | bench | clean. The first use sets everything up in .venv; nothing else is touched.
+# A Python that already has torch (PYTHON=... chooses it) shares its packages with .venv: nothing is downloaded where they are complete,
+# so that a GPU machine without network works. Elsewhere torch and the tested versions (constraints.txt) come from PyPI.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_FLAGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools
+CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+
+.PHONY: demo test build lint format bench clean
+
+demo: build
+	$(RUN) examples/finetune_lora.py --demo
+
+test: build
+	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+# STRICT=1: no compiler, register spills and serialised wgmma are errors, as in CI.
+build: $(VENV)/.ready
+	$(RUN) hf_flash2/build.py $(if $(STRICT),--strict,--if-possible)
+
+bench: build
+	$(RUN) -m hf_flash2 bench attention
+
+lint: $(VENV)/.ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_SOURCES)
+
+format: $(VENV)/.ready
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CPP_SOURCES)
+
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -m venv --clear $(VENV)
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		echo 'sharing the packages of $(PYTHON)'; \
+		$(PYTHON) -c 'import sys; print(*[path for path in sys.path if path.endswith("-packages")], sep="\n")' \
+			> "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared_packages.pth"; \
+	fi
+	@if $(RUN) -c 'import $(NEEDED)' 2>/dev/null; then \
+		echo 'every package is there: installing without downloads'; \
+		$(RUN) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .; \
+	else \
+		$(RUN) -c 'import torch' 2>/dev/null || torch='$(TORCH)'; \
+		$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt $$torch --editable '.[test,examples,lint,build]'; \
+	fi
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info hf_flash2/libhf_flash2.so
