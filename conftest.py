@@ -1,4 +1,4 @@
-"""Lets the tests run from a bare checkout: patches/ is hf_flash2.patches once installed (package_dir in setup.py), so it is made that here."""
+"""Lets the tests run from a bare checkout: there patches/ is made hf_flash2.patches, as package_dir in setup.py does for an install."""
 
 from importlib.util import find_spec
 from pathlib import Path

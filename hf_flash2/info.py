@@ -71,9 +71,7 @@ def _installed_version(package: str) -> str | None:
 def _gpu() -> dict[str, Any]:
     """The NVIDIA driver, what torch sees of the GPUs, and where it sees none, why."""
     driver = _nvidia_driver()
-    with warnings.catch_warnings(record=True) as caught:  # torch says in a warning why CUDA does not start
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count, torch_warnings = _device_count()
     devices = []
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
@@ -91,8 +89,16 @@ def _gpu() -> dict[str, Any]:
         "driver": driver,
         "torch_cuda": torch.version.cuda,
         "devices": devices,
-        "none_because": None if devices else _reason_no_device(driver, [str(warning.message) for warning in caught]),
+        "none_because": None if devices else _reason_no_device(driver, torch_warnings),
     }
+
+
+def _device_count() -> tuple[int, list[str]]:
+    """GPUs that torch can use, and what it warned of: why CUDA does not start is said in a warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, [str(warning.message) for warning in caught]
 
 
 def _nvidia_driver() -> dict[str, Any] | None:
@@ -146,7 +152,7 @@ def _library() -> dict[str, Any]:
 def _backends() -> list[dict[str, str | None]]:
     """One row per case: the backend that runs it, or None, and why it is none better."""
     rows = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(_device_count()[0]):
         rows += _cuda_backends(index)
     if not rows:
         reason = native.reason_unavailable(0) if native.library_path().is_file() else None

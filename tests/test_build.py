@@ -1,0 +1,485 @@
+"""hf_flash2/build.py: finding the compiler, reading the environment, the gate on ptxas's words, incremental builds, error reports."""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hf_flash2 import build
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ("HF_FLASH2_NVCC", "CUDA_HOME", "CXX", "HF_FLASH2_ARCHS", "HF_FLASH2_HEAD_DIMS", "HF_FLASH2_SKIP_CUDA", "MAX_JOBS")
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def make_nvcc(root: Path, version: str = "13.0.88") -> Path:
+    """A stand-in toolkit whose nvcc answers --version and --dryrun."""
+    script = f'case "$1" in --version) echo "release, V{version}";; *) echo "#$ _HERE_={root}/bin" >&2;; esac'
+    return make_executable(root / "bin" / "nvcc", script)
+
+
+@pytest.fixture
+def only_these_toolkits(monkeypatch, tmp_path):
+    """No nvcc on PATH or among the packages, whatever this machine has."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path' / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda self: not str(self).startswith("/usr/local/cuda") and is_file(self))
+    if shutil.which("nvcc"):
+        pytest.skip("nvcc lies in /usr/bin here")
+
+
+# ---- Finding nvcc ------------------------------------------------------------------------------------------------------------------
+
+
+def test_nvcc_search_order(only_these_toolkits, monkeypatch, tmp_path):
+    """HF_FLASH2_NVCC beats CUDA_HOME beats the PyPI package beats PATH; each is taken away in turn."""
+    assert build.find_toolkit() is None
+    places = {
+        "PATH": tmp_path / "path",
+        "the nvidia-cuda-nvcc package": tmp_path / "packages" / "nvidia" / "cu13",
+        "CUDA_HOME": tmp_path / "home",
+        "HF_FLASH2_NVCC": tmp_path / "named",
+    }
+    for found, root in places.items():
+        nvcc = make_nvcc(root)
+        if found in ("CUDA_HOME", "HF_FLASH2_NVCC"):
+            monkeypatch.setenv(found, str(root if found == "CUDA_HOME" else nvcc))
+        assert build.find_toolkit() == build.Toolkit(root, "13.0.88", found)
+
+
+def test_nvcc_behind_a_wrapper_is_found_where_it_lives(only_these_toolkits, monkeypatch, tmp_path):
+    real = make_nvcc(tmp_path / "toolkit")
+    monkeypatch.setenv("HF_FLASH2_NVCC", str(make_executable(tmp_path / "wrapper" / "nvcc", f'exec {real} "$@"')))
+    assert build.find_toolkit().root == tmp_path / "toolkit"
+
+
+def test_cuda_home_without_a_compiler_is_passed_over(only_these_toolkits, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "runtime_only"))
+    make_nvcc(tmp_path / "path")
+    assert build.find_toolkit().found == "PATH"
+
+
+@pytest.mark.parametrize("script", [None, "exit 1", "echo hello"], ids=["missing", "failing", "no nvcc"])
+def test_named_nvcc_that_does_not_work_is_an_error(only_these_toolkits, monkeypatch, tmp_path, script):
+    make_nvcc(tmp_path / "path")  # must not be taken in its place
+    named = tmp_path / "broken" / "nvcc"
+    if script:
+        make_executable(named, script)
+    monkeypatch.setenv("HF_FLASH2_NVCC", str(named))
+    with pytest.raises(build.BuildError, match=f"HF_FLASH2_NVCC names {named}.*unset it"):
+        build.find_toolkit()
+
+
+def test_old_toolkit(only_these_toolkits, monkeypatch, tmp_path):
+    """Named, it is an error; found by chance, it is passed over."""
+    make_nvcc(tmp_path / "path", "11.8.89")
+    assert build.find_toolkit() is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "path"))
+    with pytest.raises(build.BuildError, match=r"at least 12.0, got 11.8.89 from CUDA_HOME"):
+        build.find_toolkit()
+
+
+# ---- When nothing is built ---------------------------------------------------------------------------------------------------------
+
+
+def test_reason_not_buildable_names_what_is_missing(only_these_toolkits, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
+    assert "HF_FLASH2_SKIP_CUDA" in build.reason_not_buildable()
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "0")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "C++ compiler" in build.reason_not_buildable()
+    monkeypatch.setenv("CXX", str(make_executable(tmp_path / "c++", "")))
+    assert "nvcc" in build.reason_not_buildable()
+    make_nvcc(tmp_path / "path")
+    monkeypatch.setattr(build, "find_ninja", lambda: None)
+    assert "ninja" in build.reason_not_buildable()
+    monkeypatch.setattr(build, "find_ninja", lambda: "ninja")
+    assert build.reason_not_buildable() is None
+
+
+def test_if_possible_succeeds_without_a_compiler(monkeypatch, capsys):
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
+    assert build_main("--if-possible") == 0
+    assert capsys.readouterr().out.startswith("hf_flash2: the CUDA kernels are not built: HF_FLASH2_SKIP_CUDA is set")
+    assert build_main() == 1
+
+
+def build_main(*arguments: str) -> int:
+    parser = build.argparse.ArgumentParser()
+    build.add_arguments(parser)
+    return build.run(parser.parse_args(arguments))
+
+
+# ---- Architectures, head dims, jobs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", [("90", "sm80", ["sm_90"])]),
+        ("80;90a", [("80", "sm80", ["sm_80"]), ("90a", "sm90", ["sm_90a"])]),
+        ("80, 120+PTX", [("80", "sm80", ["sm_80"]), ("120", "sm80", ["sm_120", "compute_120"])]),
+        (build.DEFAULT_ARCHS, [("80", "sm80", ["sm_80"]), ("90", "sm80", ["sm_90", "compute_90"]), ("90a", "sm90", ["sm_90a"])]),
+    ],
+)
+def test_archs(text, expected):
+    assert [(arch.name, arch.family, arch.targets) for arch in build.parse_archs(text)] == expected
+
+
+def test_arch_flags():
+    assert build.Arch("90", ptx=True).flags == ["-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
+    assert build.Arch("90a").flags == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
+
+
+@pytest.mark.parametrize("text", ["75", "sm_90", "80a", "90a+PTX", "90+ptx", "8.0", ";"])
+def test_archs_that_cannot_be(text):
+    with pytest.raises(build.BuildError, match="HF_FLASH2_ARCHS .*got.*The default is"):
+        build.parse_archs(text)
+
+
+def test_head_dims():
+    assert build.parse_head_dims("", (64, 128)) == (64, 128)
+    assert build.parse_head_dims("128 64", (64, 96, 128)) == (64, 128)
+    with pytest.raises(build.BuildError, match="must be among 64, 128; got 80"):
+        build.parse_head_dims("64,80", (64, 128))
+
+
+@pytest.mark.parametrize(("cores", "free_gib", "jobs"), [(16, 64, 16), (16, 10, 4), (2, 64, 2), (8, 1, 1)])
+def test_jobs_from_cores_and_free_memory(monkeypatch, cores, free_gib, jobs):
+    monkeypatch.setattr(build, "usable_cores", lambda: cores)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda: free_gib * build.GIB)
+    assert build.choose_jobs()[0] == jobs
+
+
+def test_max_jobs_is_honoured(monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "7")
+    assert build.choose_jobs() == (7, "MAX_JOBS")
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(build.BuildError, match="MAX_JOBS must be a positive number, got 'many'"):
+        build.choose_jobs()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "free"),
+    [
+        ({"cpu.max": "150000 100000", "memory.max": "3000", "memory.current": "1000"}, 2, 2000),
+        (
+            {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000", "memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "6000"},
+            1,
+            0,
+        ),
+        ({"cpu.max": "max 100000", "memory.max": "max", "memory.current": "1000"}, None, None),
+        ({}, None, None),
+    ],
+    ids=["version 2", "version 1", "unlimited", "none"],
+)
+def test_control_group_limits(monkeypatch, files, cores, free):
+    monkeypatch.setattr(build, "_cgroup_file", lambda controller, name: files.get(name, ""))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert build.usable_cores() == (cores or 64)
+    assert build.free_memory_bytes() == free if free is not None else build.free_memory_bytes() > 1 << 20
+
+
+# ---- The gate on what ptxas said ---------------------------------------------------------------------------------------------------
+
+PTXAS_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z7forwardPf' for 'sm_80'
+ptxas info    : Function properties for _Z7forwardPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+ptxas info    : Compiling entry function '_Z8backwardPf' for 'sm_80'
+ptxas info    : Function properties for _Z8backwardPf
+    96 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+"""
+
+
+def test_ptxas_log_is_read():
+    assert build.parse_ptxas("unit", PTXAS_LOG) == [
+        build.KernelReport("unit:sm_80:_Z7forwardPf", 0),
+        build.KernelReport("unit:sm_80:_Z8backwardPf", 32),
+    ]
+
+
+def test_unlisted_spill_fails():
+    problems = build.judge(build.parse_ptxas("unit", PTXAS_LOG), {})
+    assert problems == ["unit:sm_80:_Z8backwardPf: spills 32 bytes of registers, allowed are 0 (csrc/spills.json)"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "entry", "problem"),
+    [
+        ("unit:sm_80:*backward*", {"bytes": 32, "reason": "measured faster"}, None),
+        ("unit:sm_80:*backward*", {"bytes": 31, "reason": "measured faster"}, "spills 32 bytes of registers, allowed are 31"),
+        ("unit:sm_90:*backward*", {"bytes": 32, "reason": "measured faster"}, "spills 32 bytes of registers, allowed are 0"),
+        ("unit:sm_80:*backward*", {"bytes": 32}, "must give a reason"),
+        ("unit:sm_80:*", {"bytes": 32, "reason": "measured faster"}, None),
+    ],
+)
+def test_allowance(pattern, entry, problem):
+    problems = build.judge(build.parse_ptxas("unit", PTXAS_LOG), {pattern: entry})
+    assert (problem in problems[0]) if problem else not problems
+
+
+def test_allowance_that_nothing_needs_must_go():
+    allowed = {"*backward*": {"bytes": 32, "reason": "r"}, "*forward*": {"bytes": 8, "reason": "r"}}
+    assert build.judge(build.parse_ptxas("unit", PTXAS_LOG), allowed) == [
+        "csrc/spills.json: *forward*: nothing spills there any more; remove the line"
+    ]
+
+
+@pytest.mark.parametrize("message", build.PTXAS_MESSAGES)
+@pytest.mark.parametrize("line", [2, 9])
+def test_performance_messages_fail(message, line):
+    """Planted before a kernel's properties and at the very end."""
+    lines = PTXAS_LOG.splitlines()
+    lines.insert(line, f"ptxas info    : ({message}) Potential Performance Loss: wgmma.mma_async instructions are serialized")
+    problems = build.judge(build.parse_ptxas("unit", "\n".join(lines)), {"*backward*": {"bytes": 32, "reason": "r"}})
+    assert len(problems) == 1 and message in problems[0]
+
+
+def test_committed_allowances_are_complete():
+    file = ROOT / "csrc" / "spills.json"
+    for pattern, entry in json.loads(file.read_text()).items() if file.is_file() else ():
+        assert entry["bytes"] > 0 and len(entry["reason"]) > 20, pattern
+
+
+# ---- Real builds of a stand-in source tree -----------------------------------------------------------------------------------------
+
+INSTANTIATE = """
+from dataclasses import dataclass
+HEAD_DIMS = (64, 128)
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    label: str
+    family: str
+    source: str
+
+def units(head_dims=HEAD_DIMS):
+    source = '#include "kernel.cuh"\\ntemplate __global__ void kernel<{}>(float*);\\n'
+    return [Unit(f"forward_sm80_hdim{d}_bf16", f"forward d{d} bf16", "sm80", source.format(d)) for d in head_dims]
+"""
+KERNEL = "#pragma once\ntemplate <int N> __global__ void kernel(float* p) { p[threadIdx.x] += N; }\n"
+API = """
+#include <cuda_runtime.h>
+extern "C" __attribute__((visibility("default"))) const char* info() {
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  return HF_FLASH2_VERSION " " HF_FLASH2_TOOLKIT " " HF_FLASH2_ARCHS " " HF_FLASH2_HEAD_DIMS;
+}
+"""
+# 64 live accumulators in the 32 registers that two blocks of 1024 threads leave
+SPILLING_KERNEL = """#pragma once
+template <int N> __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
+  float a[N];
+  for (int i = 0; i < N; i++) a[i] = p[i * threadIdx.x];
+  __syncthreads();
+  for (int i = 0; i < N; i++) for (int j = 0; j < N; j++) a[i] = a[i] * a[j] + 1;
+  for (int i = 0; i < N; i++) p[i * threadIdx.x + i] = a[i];
+}
+"""
+
+needs_compiler = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=f"{build.reason_not_buildable()}")
+
+
+class Tree:
+    """A source tree in a folder with a blank in its name, and what building it said."""
+
+    def __init__(self, folder: Path):
+        self.csrc, self.output, self.folder = folder / "a b" / "csrc", folder / "lib.so", folder / "a b" / "build"
+        self.csrc.mkdir(parents=True)
+        for name, text in {"instantiate.py": INSTANTIATE, "kernel.cuh": KERNEL, "api.cpp": API}.items():
+            (self.csrc / name).write_text(text)
+
+    def build(self, archs: str = "80", **options) -> list[str]:
+        lines: list[str] = []
+        build.build(csrc=self.csrc, build_folder=self.folder, output=self.output, archs=archs, say=lines.append, **options)
+        return lines
+
+    def info(self) -> str:
+        copy = self.output.with_name(f"{time.monotonic_ns()}.so")  # the loader caches by file
+        shutil.copy(self.output, copy)
+        library = ctypes.CDLL(str(copy))
+        library.info.restype = ctypes.c_char_p
+        return library.info().decode()
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path)
+
+
+@needs_compiler
+def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
+    lines = tree.build()
+    progress = [line for line in lines if line.startswith("[")]
+    assert sorted(line.split("] ")[1] for line in progress) == [
+        "api", "forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"
+    ]  # fmt: skip
+    assert [line.split("]")[0] for line in progress] == [f"[{i}/4" for i in range(1, 5)]
+    assert re.fullmatch(r"hf_flash2: built .* in \d+ s, largest compiler process [\d.]+ GiB", lines[-1])
+    version = build.package_version()
+    assert tree.info() == f"{version} {build.find_toolkit().version} sm_80 64,128"
+
+    def compiled() -> list[str]:
+        return sorted(line.split("] ")[1] for line in tree.build() if line.startswith("["))
+
+    assert compiled() == []
+    time.sleep(0.01)
+    (tree.csrc / "kernel.cuh").write_text(KERNEL + "// changed\n")
+    assert compiled() == ["forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"]
+    time.sleep(0.01)
+    (tree.csrc / "api.cpp").write_text(API + "// changed\n")
+    assert compiled() == ["api", "link libhf_flash2.so"]
+
+
+@needs_compiler
+def test_narrowed_build_says_so_in_the_library(tree):
+    tree.build(archs="90+PTX", head_dims="64")
+    assert tree.info().split()[2:] == ["sm_90,compute_90", "64"]
+    with pytest.raises(build.BuildError, match="there are no kernels for 90a"):
+        tree.build(archs="90a")
+
+
+@needs_compiler
+def test_library_hides_the_cuda_runtime(tree):
+    tree.build(head_dims="64")
+    symbols = subprocess.run(["nm", "-D", "--defined-only", tree.output], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[-1] for line in symbols.splitlines()] == ["info"]
+
+
+@needs_compiler
+def test_spill_fails_a_strict_build_and_is_reported_by_the_default_one(tree):
+    (tree.csrc / "kernel.cuh").write_text(SPILLING_KERNEL)
+    with pytest.raises(build.BuildError, match=r"forward_sm80_hdim64_bf16:sm_80:\S+: spills \d+ bytes"):
+        tree.build(head_dims="64", strict=True)
+    assert any(line.startswith("warning: forward_sm80_hdim64_bf16:sm_80:") for line in tree.build(head_dims="64"))
+    (tree.csrc / "spills.json").write_text(json.dumps({"forward_sm80_hdim64_*:sm_80:*": {"bytes": 100000, "reason": "a test"}}))
+    assert not any(line.startswith("warning") for line in tree.build(head_dims="64", strict=True))
+
+
+@needs_compiler
+def test_compile_error_shows_last_lines_and_a_hint(tree):
+    (tree.csrc / "kernel.cuh").write_text(KERNEL.replace("+= N", "+= missing_name"))
+    with pytest.raises(build.BuildError) as caught:
+        tree.build(head_dims="64")
+    message = str(caught.value)
+    assert 'identifier "missing_name" is undefined' in message and "nvcc" in message and "hint: " in message and len(message) < 6000
+    (tree.csrc / "kernel.cuh").write_text(KERNEL)
+    tree.build(head_dims="64")  # the next correct build works
+
+
+@needs_compiler
+def test_missing_kernel_is_found_by_the_linker(tree):
+    (tree.csrc / "api.cpp").write_text(
+        API.replace("int count = 0;", "int count = 0; extern void hf_flash2_no_such_kernel(); hf_flash2_no_such_kernel();")
+    )
+    with pytest.raises(build.BuildError, match=r"undefined reference(.|\n)*hint: csrc/dispatch.h calls a kernel"):
+        tree.build(head_dims="64")
+
+
+@needs_compiler
+def test_unknown_architecture_has_its_hint(tree):
+    with pytest.raises(build.BuildError, match="hint: this toolkit does not know one of the architectures"):
+        tree.build(archs="999", head_dims="64")
+
+
+@pytest.mark.parametrize(
+    ("output", "hint"),
+    [
+        ("nvcc error : 'cicc' died due to signal 9 (Kill signal)", "MAX_JOBS=1"),
+        ("#error -- unsupported GNU version! gcc versions later than 15", "set CXX to an older one"),
+        ("fatal error: No space left on device", "disk is full"),
+        ("/usr/bin/ld: cannot find -lcudart_static", "nvidia-cuda-runtime"),
+    ],
+)
+def test_hints_for_known_causes(output, hint):
+    report = build._failure_report(["FAILED: objects/a.o", "nvcc a.cu", *(f"line {i}" for i in range(100)), output], Path("/x"))
+    assert hint in report and output in report and "nvcc a.cu" in report and "line 10\n" not in report
+
+
+def test_output_that_cannot_be_written_names_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.BuildError, match="--output PATH"):
+        build._install(tmp_path / "file", tmp_path / "file" / "lib.so")
+
+
+# ---- Packaging ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [True, pytest.param(False, marks=needs_compiler)], ids=["pure", "with library"])
+def test_wheel(tmp_path, skip):
+    """pip's own route, without isolation: tag, contents, and the one line that tells of a pure install."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "*.so", "*.egg-info", "__pycache__"))
+    for name, text in {"instantiate.py": INSTANTIATE, "kernel.cuh": KERNEL, "api.cpp": API}.items():
+        for old in (copy / "csrc").glob("*.cu"):
+            old.unlink()
+        (copy / "csrc" / name).write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-v",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+        str(copy),
+    ]
+    environment = os.environ | {"HF_FLASH2_SKIP_CUDA": str(int(skip)), "HF_FLASH2_ARCHS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    version = build.package_version()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert ("hf_flash2/libhf_flash2.so" in names) is not skip
+    assert {"hf_flash2/build.py", "hf_flash2/csrc/instantiate.py", "hf_flash2/csrc/kernel.cuh"} <= set(names)
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("tests/", "build/"))]
+    said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "installing without CUDA kernels" in line]
+    if skip:
+        assert wheel.name == f"hf_flash2-{version}-py3-none-any.whl"
+        assert len(said) == 1 and "HF_FLASH2_SKIP_CUDA" in said[0]
+    else:
+        assert re.fullmatch(rf"hf_flash2-{version}-py3-none-linux_\w+\.whl", wheel.name) and not said
+
+
+def test_build_requirements_and_build_extra_agree():
+    text = (ROOT / "pyproject.toml").read_text()
+    required, extra = (re.search(rf"^{name} = \[(.+?)^\]", text, re.MULTILINE | re.DOTALL)[1] for name in ("requires", "build"))
+    lines = {line.strip() for line in required.splitlines() if line.strip()} - {'"setuptools>=70.1",'}
+    assert lines == {line.strip() for line in extra.splitlines() if line.strip()}
+    assert len([line for line in lines if "nvidia" in line and "==13.0.*" in line]) == 5
+
+
+def test_build_module_and_setup_import_no_torch():
+    code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_path('hf_flash2/build.py'); print('fine')"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr

@@ -1,0 +1,187 @@
+"""The command line: dispatch, exit codes, and `info`, which must work on any machine, broken ones included."""
+
+import json
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_flash2 import build, cli, info, native
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read_info(capsys) -> dict:
+    assert cli.main(["info", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / "absent.so"))
+    native.library.cache_clear()
+    native.check_device.cache_clear()
+    yield tmp_path / "absent.so"
+    native.library.cache_clear()
+    native.check_device.cache_clear()
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["info", "--no-such-option"], ["build", "--archs"]])
+def test_wrong_usage_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert "usage: hf-flash2" in capsys.readouterr().err
+
+
+def test_help_lists_every_command_without_importing_it(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("info", "build", "parity", "bench"))
+
+
+@pytest.mark.parametrize("name", ["parity", "bench"])
+def test_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch, name):
+    command = types.ModuleType(name)
+    command.add_arguments = lambda parser: parser.add_argument("--count", type=int)
+    command.run = lambda args: args.count
+    monkeypatch.setitem(sys.modules, f"hf_flash2.{name}", command)
+    assert cli.main([name, "--count", "7"]) == 7
+
+
+def test_build_that_cannot_be_done_exits_with_1(monkeypatch, capsys):
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
+    assert cli.main(["build"]) == 1
+    assert "HF_FLASH2_SKIP_CUDA" in capsys.readouterr().err
+
+
+def test_python_dash_m_runs_info():
+    done = subprocess.run([sys.executable, "-m", "hf_flash2", "info", "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["hf_flash2"] == build.package_version()
+    assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert not [name for name, section in report.items() if isinstance(section, dict) and set(section) == {"error"}]
+
+
+def test_info_without_a_library_says_how_to_get_one(no_library, capsys, monkeypatch):
+    report = read_info(capsys)
+    assert report["library"]["exists"] is False and "hf-flash2 build" in report["library"]["error"]
+    assert any(row["backend"] == "cpu-reference" for row in report["backends"])
+    assert cli.main(["info"]) == 0
+    assert str(no_library) in capsys.readouterr().out
+
+
+def test_info_with_a_file_that_is_no_library(no_library, capsys):
+    no_library.write_text("not a library")
+    report = read_info(capsys)
+    assert "cannot be loaded" in report["library"]["error"] and report["library"]["rebuild"]
+
+
+@pytest.mark.parametrize("section", ["_versions", "_gpu", "_library", "_backends", "_registration"])
+def test_info_survives_any_broken_section(section, capsys, monkeypatch):
+    def broken():
+        raise OSError("planted")
+
+    monkeypatch.setattr(info, section, broken)
+    report = read_info(capsys)
+    assert [value for value in report.values() if value == {"error": "OSError: planted"}]
+    assert cli.main(["info"]) == 0
+    assert "cannot be read: OSError: planted" in capsys.readouterr().out
+
+
+def test_info_without_transformers(monkeypatch, capsys):
+    installed = info._installed_version
+    monkeypatch.setattr(info, "_installed_version", lambda name: None if name == "transformers" else installed(name))
+    assert read_info(capsys)["transformers"] == {"registered": False, "reason": "transformers is not installed"}
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "not installed" in text and "no: transformers is not installed" in text
+
+
+# ---- Machines this one is not ------------------------------------------------------------------------------------------------------
+
+H200 = {"version": "580.95.05", "cuda": "13.0", "gpus": ["NVIDIA H200"]}
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """A machine with one Hopper GPU and a full library; what it says can be changed."""
+    properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132)
+    built = {"version": "0.1.0", "toolkit": "13.0.88", "archs": "sm_80,sm_90,compute_90", "head_dims": [64, 96, 128, 192, 256]}
+    machine = types.SimpleNamespace(reason=None, built=built | {"families": ["sm80"]})
+    monkeypatch.setattr(info, "_nvidia_driver", lambda: H200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (properties.major, properties.minor))
+    monkeypatch.setattr(native, "reason_unavailable", lambda index=0: machine.reason)
+    monkeypatch.setattr(native, "build_info", lambda: machine.built)
+    monkeypatch.setattr(native, "library_path", lambda: Path(__file__))
+    return machine
+
+
+def test_gpu_backends_and_why_no_better_one(gpu_machine, capsys):
+    rows = {row["case"]: row for row in read_info(capsys)["backends"]}
+    served = rows["cuda:0, float16/bfloat16, head dim up to 256"]
+    assert served["backend"] == "cuda-sm80" and "no Hopper kernels" in served["why_not_better"]
+    assert rows["cuda:0, float32"]["backend"] is None and "float16, bfloat16" in rows["cuda:0, float32"]["why_not_better"]
+    assert "sdpa" in rows["cuda:0, head dim 257 and more"]["why_not_better"]
+
+
+def test_forced_family_and_narrowed_library_are_shown(gpu_machine, monkeypatch, capsys):
+    gpu_machine.built |= {"head_dims": [64, 128], "families": ["sm80", "sm90"]}
+    rows = {row["case"]: row for row in read_info(capsys)["backends"]}
+    assert rows["cuda:0, float16/bfloat16, head dim up to 128"]["backend"] == "cuda-sm90"
+    assert "HF_FLASH2_HEAD_DIMS" in rows["cuda:0, head dim 129 and more"]["why_not_better"]
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm80")
+    report = read_info(capsys)
+    assert "HF_FLASH2_FAMILY=sm80 forces it" in report["backends"][0]["why_not_better"]
+    assert report["environment"]["HF_FLASH2_FAMILY"] == "sm80"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["the NVIDIA driver supports CUDA 12.4, but libhf_flash2.so was built with CUDA 13.0: update the driver", "compute capability 7.5"],
+)
+def test_a_gpu_the_library_cannot_use_is_told_from_no_gpu(gpu_machine, capsys, reason):
+    gpu_machine.reason = reason
+    report = read_info(capsys)
+    assert report["gpu"]["devices"][0]["unavailable"] == reason
+    assert report["backends"][0] == {"case": "cuda:0, any case", "backend": None, "why_not_better": reason}
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert reason in text and "NVIDIA H200" in text and "none:" not in text
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch_cuda", "visible", "expected"),
+    [
+        (None, None, None, "no NVIDIA driver"),
+        (H200 | {"gpus": []}, "13.0", None, "sees no GPU"),
+        (H200, None, None, "a build without CUDA; install one with CUDA"),
+        (H200, "13.0", "", "CUDA_VISIBLE_DEVICES='' hides it"),
+        (H200, "13.0", None, "driver on your system is too old"),
+    ],
+)
+def test_no_usable_gpu_names_the_cause(monkeypatch, capsys, driver, torch_cuda, visible, expected):
+    def is_available():
+        if torch_cuda:
+            warnings.warn("The NVIDIA driver on your system is too old (found version 12040)", stacklevel=1)
+        return False
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(info, "_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    gpu = read_info(capsys)["gpu"]
+    assert gpu["devices"] == [] and expected in gpu["none_because"]
