@@ -199,12 +199,10 @@ def _row(case: str, backend: str | None, why: str | None) -> dict[str, str | Non
 
 
 def _registration() -> dict[str, Any]:
-    """Whether Transformers knows attn_implementation="hf_flash2" in this process."""
-    if _installed_version("transformers") is None:
-        return {"registered": False, "reason": "transformers is not installed"}
-    from . import interface  # not at the top: it is the one module that needs transformers
+    """Whether Transformers knows attn_implementation="hf_flash2" in this process, and what stands in the way."""
+    from . import interface  # here, so that whatever is wrong with Transformers is this section's error and no more
 
-    return interface.registration()
+    return interface.registration_state()
 
 
 def render(report: dict[str, Any]) -> str:
@@ -260,7 +258,10 @@ def _render_backends(rows: list[dict[str, str | None]], add: Callable[[str, obje
 
 
 def _render_transformers(state: dict[str, Any], add: Callable[[str, object], None]) -> None:
-    add("registered", "yes" if state["registered"] else f"no: {state['reason']}")
+    where = f"transformers {state['transformers']}" if state["transformers"] else "transformers is not installed"
+    add("registered", f"{'yes' if state['registered'] else 'no'}, {where}")
+    for problem in state["problems"]:
+        add("", problem)
 
 
 _RENDERERS = {

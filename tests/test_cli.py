@@ -97,13 +97,19 @@ def test_info_survives_any_broken_section(section, capsys, monkeypatch):
     assert "cannot be read: OSError: planted" in capsys.readouterr().out
 
 
-def test_info_without_transformers(monkeypatch, capsys):
-    installed = info._installed_version
-    monkeypatch.setattr(info, "_installed_version", lambda name: None if name == "transformers" else installed(name))
-    assert read_info(capsys)["transformers"] == {"registered": False, "reason": "transformers is not installed"}
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"transformers": "5.23.0", "registered": True, "problems": []}, "registered     yes, transformers 5.23.0"),
+        ({"transformers": "9.0.0", "registered": False, "problems": ["no such hook"]}, "no such hook"),
+        ({"transformers": None, "registered": False, "problems": []}, "registered     no, transformers is not installed"),
+    ],
+)
+def test_registration_is_shown(monkeypatch, capsys, state, expected):
+    monkeypatch.setattr(info, "_registration", lambda: state)
+    assert read_info(capsys)["transformers"] == state
     assert cli.main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert "not installed" in text and "no: transformers is not installed" in text
+    assert expected in capsys.readouterr().out
 
 
 # ---- Machines this one is not ------------------------------------------------------------------------------------------------------
