@@ -6,9 +6,20 @@
 README.md has the rest.
 """
 
+from . import interface
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .interface import registration_state, set_strict
 from .ops import last_backend
 
 __version__ = "0.1.0"
 
-__all__ = ["flash_attn_func", "flash_attn_ranges_func", "flash_attn_varlen_func", "last_backend"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_ranges_func",
+    "flash_attn_varlen_func",
+    "last_backend",
+    "registration_state",
+    "set_strict",
+]
+
+interface.register()

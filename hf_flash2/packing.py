@@ -54,17 +54,21 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
 
 
 def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """cu_seqlens (int32 [n + 1]) and the longest length of the documents in one row of position_ids that restart; None for one document.
+    """cu_seqlens (int32 [n + 1]) and the longest length of the documents in rows of position_ids that restart; None for one document a row.
 
     Args:
-        position_ids: integer [1, T]. A document starts wherever the position does not go on by one.
+        position_ids: integer [B, S]. A document starts with each row and wherever the position does not go on by one.
     Synchronises with the host once.
     """
-    positions = position_ids[0]
-    starts = F.pad((positions[1:] != positions[:-1] + 1), (1, 0), value=True).nonzero().flatten()
-    if starts.shape[0] == 1:
+    return documents_from_starts(F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True))
+
+
+def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The same from the first tokens of the documents, bool [B, S], True in the first column. The rows are packed one after another."""
+    first_tokens = starts.flatten().nonzero().flatten()
+    if first_tokens.shape[0] == starts.shape[0]:
         return None
-    cu_seqlens = F.pad(starts, (0, 1), value=positions.shape[0]).to(torch.int32)
+    cu_seqlens = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
     return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
 

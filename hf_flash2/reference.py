@@ -79,8 +79,8 @@ def attention_backward(
         dprobs = do @ _grouped_keys(vs).to(compute).transpose(-1, -2)
         dropped = probs
         if dropout_p > 0:
-            keep = _keep(s, rng_state, probs, dropout_p) / (1 - dropout_p)
-            dropped, dprobs = probs * keep, dprobs * keep
+            keep = _keep(s, rng_state, probs, dropout_p)
+            dropped, dprobs = probs * keep / (1 - dropout_p), dprobs * keep / (1 - dropout_p)
         dscores = probs * (dprobs - delta) * softmax_scale
         s.put(dq, s.q_rows, _ungroup(dscores @ _grouped_keys(ks).to(compute)))
         # the query heads of a group share one key head: their gradients add up

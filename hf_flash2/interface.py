@@ -1,0 +1,714 @@
+"""The Transformers contract: how `attn_implementation="hf_flash2"` is admitted, masked and computed. Only this file and patches/ know Transformers.
+
+Three parts, top to bottom:
+
+* registration: `register()` puts our attention and mask functions into Transformers' registries and wraps the few functions that would refuse
+  our name or accept it for a model we cannot serve;
+* `hf_flash2_mask`, called once per forward: turns the model's 2-D mask into the sequences that all layers share;
+* `hf_flash2_attention`, called by every attention layer, and `attend`, its core, which patches/ call too.
+
+What cannot be run exactly is refused with the reason (ValueError), or, where the model itself asks for it, computed exactly by torch's SDPA with
+one warning; `set_strict(True)` turns the warnings into errors.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import packing
+from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .support import reason_unsupported
+
+NAME = "hf_flash2"
+PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
+
+logger = logging.getLogger(NAME)
+
+# ---------------------------------------------------------------------------------------------------------------------- notices and records
+
+_strict = os.environ.get("HF_FLASH2_STRICT", "0") not in ("", "0")
+_noticed: set[str] = set()
+_calls: dict[torch.nn.Module, list[str]] | None = None
+
+
+def set_strict(enabled: bool) -> None:
+    """Whether attention that our kernels cannot run raises ValueError instead of going to SDPA with a warning. Default: HF_FLASH2_STRICT."""
+    global _strict
+    _strict = enabled
+
+
+@contextlib.contextmanager
+def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
+    """Collect, per attention module, the route of each call: "dense", "padded", "documents", "paged" or "sdpa". Not under torch.compile."""
+    global _calls
+    outer, _calls = _calls, {}
+    try:
+        yield _calls
+    finally:
+        _calls = outer
+
+
+def _record(module: torch.nn.Module, route: str) -> None:
+    if _calls is not None and not torch.compiler.is_compiling():
+        _calls.setdefault(module, []).append(route)
+
+
+@torch.compiler.assume_constant_result  # so that a compiled model warns too, while it is being traced
+def _notice(message: str) -> None:
+    if message not in _noticed:
+        _noticed.add(message)
+        logger.warning(message)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ registration
+
+_problems: list[str] = []  # why something of the registration could not be done, in the words of an error message
+_transformers: ModuleType | None = None
+_masking: ModuleType | None = None  # transformers.masking_utils
+
+
+def register() -> None:
+    """Make Transformers know the name "hf_flash2". Idempotent; never raises: what failed is in `registration_state()` and in later errors."""
+    global _transformers, _masking
+    if _transformers is not None or importlib.util.find_spec("transformers") is None:
+        return
+    _problems.clear()
+    try:
+        import transformers
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils, modeling_flash_attention_utils
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with transformers, the kernels alone must stay usable
+        _problems.append(f"the installed transformers cannot be used: {error}; hf_flash2 needs 4.57 or newer")
+        return
+    _transformers, _masking = transformers, masking_utils
+    for name in (NAME, PAGED_NAME):
+        AttentionInterface.register(name, hf_flash2_attention)
+        AttentionMaskInterface.register(name, hf_flash2_mask)
+    _wrap(modeling_flash_attention_utils, "_lazy_imports", _admitting)
+    _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _gated)
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", _gated)
+    _join_trl()
+
+
+def registration_state() -> dict[str, Any]:
+    """What `register` did, as plain data: versions, names, which functions of Transformers are wrapped, and problems in words."""
+    if _transformers is None:
+        return {"transformers": None, "registered": False, "names": [], "wrapped": {}, "trl": False, "problems": list(_problems)}
+    utils, model_class = _transformers.modeling_flash_attention_utils, _transformers.PreTrainedModel
+    names = [name for name in (NAME, PAGED_NAME) if _transformers.AttentionInterface._global_mapping.get(name) is hf_flash2_attention]
+    wrapped = {
+        name: hasattr(getattr(owner, name, None), "_hf_flash2_wraps")
+        for owner, name in (
+            (utils, "_lazy_imports"),
+            (model_class, "_check_and_adjust_attn_implementation"),
+            (model_class, "get_correct_attn_implementation"),
+        )
+    }
+    return {
+        "transformers": _transformers.__version__,
+        "registered": NAME in names,
+        "names": names,
+        "wrapped": wrapped,
+        "trl": _join_trl(),
+        "problems": list(_problems),
+    }
+
+
+def _wrap(owner: Any, name: str, wrapper: Any) -> None:
+    original = getattr(owner, name, None)
+    if original is None:
+        _problems.append(
+            f"transformers {_transformers.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which hf_flash2 has to wrap; "
+            f"update hf_flash2, or use a transformers version it lists"
+        )
+    elif not hasattr(original, "_hf_flash2_wraps"):
+        wrapped = wrapper(original)
+        wrapped._hf_flash2_wraps = original
+        setattr(owner, name, wrapped)
+
+
+def _admitting(lazy_imports: Any) -> Any:
+    """`_lazy_imports` takes any name with "flash" in it for a kernel of the hub; for ours it has to give our functions."""
+
+    @functools.wraps(lazy_imports)
+    def _lazy_imports(implementation, *args, **kwargs):
+        if implementation not in (NAME, PAGED_NAME):
+            return lazy_imports(implementation, *args, **kwargs)
+        utils = sys.modules[lazy_imports.__module__]
+        with_kvcache = (None,) if hasattr(utils, "_flash_with_kvcache_fn") else ()  # absent in Transformers 4
+        return (flash_attn_func, flash_attn_varlen_func, *with_kvcache, utils._pad_input, utils._unpad_input)
+
+    return _lazy_imports
+
+
+def _gated(method: Any) -> Any:
+    """A method of PreTrainedModel that admits an implementation: refuse ours, with the reason, for models that it cannot serve."""
+
+    @functools.wraps(method)
+    def admit(self, implementation, *args, **kwargs):
+        if implementation not in (NAME, PAGED_NAME):
+            return method(self, implementation, *args, **kwargs)
+        _join_trl()
+        reason = reason_model_unsupported(self)
+        if reason is not None:
+            raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
+        try:
+            return method(self, implementation, *args, **kwargs)
+        except (ValueError, ImportError) as error:
+            if _problems:
+                raise ValueError(f"hf_flash2 is not fully registered: {'; '.join(_problems)}") from error
+            raise
+
+    return admit
+
+
+def reason_model_unsupported(model: torch.nn.Module) -> str | None:
+    """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
+    if not getattr(model, "_supports_flash_attn", False):
+        return (
+            "its attention has parts that no flash attention computes (it does not declare _supports_flash_attn), such as a position bias or "
+            'ALiBi; use "sdpa" or "eager". For one tower of a composite model pass a dict, e.g. {"vision_config": "sdpa", "text_config": "hf_flash2"}'
+        )
+    compatible = getattr(model, "_compatible_flash_implementations", None)
+    if compatible and NAME not in compatible:
+        return f'it accepts only {", ".join(compatible)} because of what its attention adds (sinks or sparse patterns); use "eager"'
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap:
+        return f'it caps the attention scores (attn_logit_softcapping={softcap}), which no hf_flash2 kernel does yet; use "eager"'
+    if not _calls_the_interface(type(model)):
+        return 'its attention layers never call the attention interface of Transformers; use "sdpa" or "eager"'
+    return None
+
+
+@functools.cache
+def _calls_the_interface(model_class: type) -> bool:
+    """False when the sources of the model define attention layers and none of them uses the interface (as GPT-J, or BERT before 5.0)."""
+    sources = []
+    for name in {
+        c.__module__ for c in model_class.__mro__ if issubclass(c, _transformers.PreTrainedModel) and c is not _transformers.PreTrainedModel
+    }:
+        with contextlib.suppress(OSError, TypeError):
+            sources.append(inspect.getsource(sys.modules[name]) if name in sys.modules else "")
+    has_attention = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) for source in sources)
+    return not has_attention or any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+
+
+def _join_trl() -> bool:
+    """TRL warns about padding-free training with a name that is not in its set; ours belongs there. Whether it is in."""
+    sft_trainer = sys.modules.get("trl.trainer.sft_trainer")
+    variants = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
+    if not isinstance(variants, set):
+        return False
+    variants.add(NAME)
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- sequences
+
+# What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move, copy
+# and save it:
+#   bool  [B, Sk]         True = a real key; the queries are the last columns
+#   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
+#   uint8 [B, 3 * Sk]     documents, no cache: real keys | zeros | first token of each document
+#   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
+# An attribute on the same tensor, a `_Sequences` (a reason for the last form), spares the layers deriving the same again.
+_ATTRIBUTE = "_hf_flash2"
+_MAYBE_DOCUMENTS = (
+    "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and max_length_q/k "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+)
+_CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
+_GIVEN_4D = "a 4-D attention mask was given"
+
+
+class _Documents(NamedTuple):
+    """Packed documents, in the order `flash_attn_varlen_func` takes them."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def same(cls, found: tuple[torch.Tensor, int] | None) -> "_Documents | None":
+        """Queries and keys are the same tokens: cu_seqlens and the longest length."""
+        return None if found is None else cls(found[0], found[0], found[1], found[1])
+
+
+class _Sequences:
+    """The sequences of one forward, as one mask describes them, with what was derived from them so far."""
+
+    def __init__(
+        self,
+        key_mask: torch.Tensor,
+        q_offset: int | torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        causal: bool | None = None,
+    ):
+        self.key_mask = key_mask  # bool [B, Sk]
+        self.q_offset = q_offset  # key column of the first query; None = Sk - Sq
+        self.starts = starts  # bool [B, Sk], first tokens of documents, or None
+        self.causal = causal  # what the mask function was told; None = not known
+        self._derived: dict[Any, Any] = {}
+
+    @classmethod
+    def read(cls, mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> "_Sequences":
+        """From a 2-D mask: one of ours, or one that a model hands on as the user gave it."""
+        attached = getattr(mask, _ATTRIBUTE, None)
+        if isinstance(attached, cls) and attached.key_mask.shape[1] == seqlen_k:
+            return attached
+        width = mask.shape[1]
+        if mask.dtype == torch.uint8 and width in (2 * seqlen_k, 3 * seqlen_k):
+            planes = mask.unflatten(1, (-1, seqlen_k)).bool()
+            return cls(planes[:, 0], planes[0, 1].sum(), planes[:, 2] if width == 3 * seqlen_k else None)
+        if width >= seqlen_k:  # a sliding cache holds the last columns
+            return cls(mask[:, width - seqlen_k :].bool())
+        return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
+
+    def padded(self, seqlen_q: int, causal: bool) -> packing.PaddedBatch:
+        return self._once(("padded", seqlen_q, causal), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, causal))
+
+    def documents(self) -> _Documents | None:
+        """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
+        return self._once("documents", lambda: _Documents.same(packing.documents_from_starts(self.starts)))
+
+    def _once(self, key: Any, derive: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
+            return derive()
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
+
+    def visible(self, seqlen_q: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
+        """bool [B, 1, Sq, Sk]: the same sequences as a dense mask."""
+        seqlen_k = self.key_mask.shape[1]
+        q_offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
+        return self.key_mask[:, None, None, :] & _band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
+
+
+def _window(causal: bool, sliding_window: int | None) -> tuple[int, int]:
+    """A sliding window of w tokens counts the token itself: w - 1 others to the left, and as many to the right when not causal."""
+    left = sliding_window - 1 if sliding_window else -1
+    return left, 0 if causal else left
+
+
+def _band(seqlen_q: int, seqlen_k: int, q_offset: int | torch.Tensor, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
+    """bool [Sq, Sk]: what causality and window let the queries see that start at key column q_offset."""
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(1) - q_offset
+    left, right = _window(causal, sliding_window)
+    band = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        band = band & (distance >= -left)
+    if right >= 0:
+        band = band & (distance <= right)
+    return band
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------- the mask
+
+
+def hf_flash2_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cache_position: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask function Transformers calls once per forward and kind of layer. No host synchronisation.
+
+    Args:
+        kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part; q_length, q_offset likewise for the queries
+            (Transformers 5; 4.57 passes cache_position [q_length] instead).
+        mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
+        attention_mask: bool [B, keys seen so far], True = a real token, or None.
+    Returns:
+        None when certainly nothing is padded; else one of the forms listed above `_ATTRIBUTE`.
+    """
+    if cache_position is not None:
+        q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
+    else:
+        device = kwargs.get("device", "cpu")
+    if attention_mask is not None and kv_offset == 0 and attention_mask.shape[1] == 2 * kv_length:
+        attention_mask = attention_mask[:, :kv_length]  # ours already: `generate` prepares the masks of static caches ahead
+
+    pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
+    if pattern.reason is not None:
+        queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
+        mask = _masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            **queries, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )  # fmt: skip
+        return _attach(mask, pattern.reason)
+    if pattern.documents is not None:
+        numbers = pattern.documents.expand(batch_size, -1)
+        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+        real = torch.ones_like(starts)
+        return _attach(torch.cat((real, ~real, starts), 1).to(torch.uint8), _Sequences(real, 0, starts, pattern.causal))
+
+    # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
+    empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
+    if attention_mask is None and not empty_slots:
+        return None
+    if attention_mask is None:
+        key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    else:
+        key_mask = _real_keys(attention_mask, kv_length, kv_offset)
+    if not empty_slots:
+        return _attach(key_mask, _Sequences(key_mask, causal=pattern.causal))
+    column = torch.arange(kv_length, device=key_mask.device)
+    key_mask = key_mask & (column < q_offset + q_length)
+    mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
+    return _attach(mask, _Sequences(key_mask, q_offset, causal=pattern.causal))
+
+
+def _attach(mask: torch.Tensor, attribute: _Sequences | str) -> torch.Tensor:
+    setattr(mask, _ATTRIBUTE, attribute)
+    return mask
+
+
+def _real_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
+    """bool [B, kv_length], a new tensor: the columns that the cache still holds, False where the mask ends before it."""
+    if attention_mask.shape[1] != kv_length:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1])).contiguous()
+
+
+class _Pattern(NamedTuple):
+    """What a mask function of Transformers means."""
+
+    reason: str | None = None  # why it is no plain pattern
+    causal: bool = True
+    documents: torch.Tensor | None = None  # [B or 1, S]: number of the document that each token belongs to
+
+
+def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
+    if mask_function is None:
+        return _Pattern()
+    if not torch.compiler.is_compiling():
+        return _read_mask_function(mask_function, kv_offset + kv_length)
+    # Dynamo shows the name of a function but not what it closes over; what its arguments leave open goes to SDPA.
+    kind = _kind(mask_function)
+    if kind in ("causal_mask_function", "bidirectional_mask_function"):
+        return _Pattern(causal=kind == "causal_mask_function")
+    if kind != "and_masks" or kwargs.get("use_vmap"):
+        return _Pattern(_CUSTOM_PATTERN)
+    if attention_mask is None and q_length == kv_length:
+        return _Pattern(_MAYBE_DOCUMENTS)
+    sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
+    without_overlay = "use_vmap" in kwargs or kwargs.get("allow_is_causal_skip", False)  # Transformers 4.57 has no use_vmap
+    if not (sliding and without_overlay):
+        return _Pattern(_CUSTOM_PATTERN)
+    return _Pattern(causal="allow_is_bidirectional_skip" not in kwargs)
+
+
+def _kind(mask_function: Callable) -> str:
+    return getattr(mask_function, "__qualname__", "").partition(".")[0]
+
+
+def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
+    if getattr(mask_function, "__module__", None) != _masking.__name__:
+        return _Pattern(_CUSTOM_PATTERN)
+    closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
+    match _kind(mask_function):
+        case "causal_mask_function":
+            return _Pattern()
+        case "bidirectional_mask_function" | "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
+            return _Pattern(causal=False)
+        case "and_masks":
+            parts = [_read_mask_function(part, keys_end) for part in closed_over["mask_functions"]]
+            return _Pattern(
+                next((part.reason for part in parts if part.reason is not None), None),
+                any(part.causal for part in parts),
+                next((part.documents for part in parts if part.documents is not None), None),
+            )
+        case "remap_positions_for_packed_sequence":
+            return _read_mask_function(closed_over["mask_function"], keys_end)
+        case "packed_sequence_mask_function":
+            return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
+        case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
+            return _Pattern(causal=False)
+    return _Pattern(_CUSTOM_PATTERN)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- the attention
+
+# Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
+_HARMLESS = {
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "inputs_embeds",
+    "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss",
+    "seq_idx", "shift_labels", "token_type_ids", "use_cache",
+}  # fmt: skip
+# What no kernel of ours does yet, by the name it arrives under.
+_UNSUPPORTED = {
+    "softcap": "caps the attention scores",
+    "s_aux": "adds attention sinks",
+    "sinks": "adds attention sinks",
+    "position_bias": "adds a bias to the attention scores",
+    "head_mask": "masks heads",
+    "indices": "selects keys",
+    "block_indices": "selects keys",
+}
+
+
+def hf_flash2_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function Transformers calls in every layer.
+
+    Args:
+        query: [B, H, Sq, D]; key, value: [B, Hk, Sk, D], any strides.
+        attention_mask: what `hf_flash2_mask` returned, or a mask that the model hands on as it came.
+        sliding_window: number of tokens a query sees, itself included; None = all.
+        is_causal: wins over `module.is_causal`; a mask of ours wins over both.
+        cache: the paged cache of continuous batching.
+        kwargs: as in `attend`.
+    Returns:
+        (out [B, Sq, H, D], None).
+    Raises:
+        ValueError: an argument that cannot be honoured, by name.
+    """
+    if cache is not None:
+        key, value = _update_paged_cache(module, key, value, cache, kwargs)
+    if scaling is None and hasattr(module, "scale_attn_weights"):
+        # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
+        is_causal, scaling = not module.is_cross_attention, _gpt2_scaling(module, value.shape[-1])
+    out = attend(
+        module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        scaling=scaling, dropout=dropout, sliding_window=sliding_window, **kwargs,
+    )  # fmt: skip
+    return out, None
+
+
+def _gpt2_scaling(module: torch.nn.Module, head_dim: int) -> float:
+    scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
+
+
+def attend(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """Attention of one layer, from projections to out: the core of `hf_flash2_attention`, in our layout.
+
+    Args:
+        module: the attention layer, for messages, its config and the call record.
+        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], any strides.
+        attention_mask, sliding_window: as in `hf_flash2_attention`.
+        causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
+        kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart), what
+            changes the result and has no kernel is refused, the rest is ignored.
+    Returns:
+        out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
+    """
+    for name, argument in kwargs.items():
+        if argument is not None and name not in _HARMLESS:
+            _refuse(module, name)
+    q_dtype = q.dtype
+    q, k, v = _in_one_dtype(module, q, k, v)
+    sequences, documents, dense_mask = _layout(attention_mask, q, k, kwargs)
+    if sequences is not None and sequences.causal is not None:
+        causal = sequences.causal
+    reason = _reason_for_sdpa(q, v, dense_mask)
+    if reason is not None:
+        _fall_back(module, reason)
+        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window)
+    else:
+        window, deterministic = _window(causal, sliding_window), bool(kwargs.get("deterministic"))
+        if documents is not None:
+            _record(module, "documents")
+            packed = (x.flatten(0, 1) for x in (q, k, v))
+            out = flash_attn_varlen_func(*packed, *documents, dropout, scaling, causal, window, deterministic=deterministic)
+            out = out.unflatten(0, q.shape[:2])
+        elif sequences is not None:
+            _record(module, "padded")
+            padded = sequences.padded(q.shape[1], causal)
+            out = flash_attn_ranges_func(
+                q, k, v, padded.ranges_q, padded.ranges_k, padded.key_mask, dropout, scaling, causal, window, deterministic=deterministic
+            )
+        else:
+            _record(module, "dense")
+            out = flash_attn_func(q, k, v, dropout, scaling, causal, window, deterministic=deterministic)
+    if out.dtype != q_dtype and not torch.is_autocast_enabled(out.device.type):
+        out = out.to(q_dtype)
+    return out
+
+
+def _refuse(module: torch.nn.Module, name: str) -> None:
+    what = _UNSUPPORTED.get(name, "may change the result, and hf_flash2 does not know it")
+    raise ValueError(
+        f'{type(module).__name__} passes {name} to its attention, which {what}; use attn_implementation="eager" for this model'
+    )
+
+
+def _layout(attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents | None, torch.Tensor | None]:
+    """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask)."""
+    if attention_mask is None:
+        return None, _given_documents(q, k, kwargs) or _restarting_documents(q, k, kwargs.get("position_ids")), None
+    if attention_mask.dim() == 4:
+        undecided = getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS
+        documents = _given_documents(q, k, kwargs) if undecided else None
+        return None, documents, attention_mask if documents is None else None
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
+    sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
+    if sequences.starts is None:
+        return sequences, None, None
+    return None, _given_documents(q, k, kwargs) or sequences.documents(), None
+
+
+def _given_documents(q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documents | None:
+    cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    return _Documents(
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        q.shape[0] * q.shape[1] if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] * k.shape[1] if max_seqlen_k is None else max_seqlen_k,
+    )
+
+
+def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> _Documents | None:
+    """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
+    if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2:
+        return None
+    if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
+        return None
+    found = getattr(position_ids, _ATTRIBUTE, None)
+    if found is None:
+        found = (_Documents.same(packing.documents_from_position_ids(position_ids)),)
+        setattr(position_ids, _ATTRIBUTE, found)
+    return found[0]
+
+
+def _in_one_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v as the kernels take them. Mixed precision brings float32 beside a half type: autocast's dtype wins, then the half type among the
+    tensors, then that of a quantised model's config. Genuine float32 stays."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) == 1 and torch.float32 not in dtypes:
+        return tensors
+    device_type = tensors[0].device.type
+    half = [x.dtype for x in tensors if x.dtype in (torch.float16, torch.bfloat16)]
+    if torch.is_autocast_enabled(device_type):
+        target = torch.get_autocast_dtype(device_type)
+    else:
+        target = half[0] if half else _quantised_dtype(module)
+    if target is None or dtypes == {target}:
+        return tensors
+    _notice(
+        f"hf_flash2: q, k, v reach attention as {', '.join(str(x.dtype).removeprefix('torch.') for x in tensors)} and are cast to "
+        f"{str(target).removeprefix('torch.')} (layer norms or adapters in float32, or autocast)"
+    )
+    return tuple(x.to(target) for x in tensors)
+
+
+def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    config = getattr(module, "config", None)
+    dtype = getattr(config, "_pre_quantization_dtype", None)  # Transformers 4
+    if dtype is None and hasattr(config, "_is_quantized"):
+        dtype = config.dtype
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _reason_for_sdpa(q: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor | None) -> str | None:
+    if dense_mask is not None:
+        return getattr(dense_mask, _ATTRIBUTE, _GIVEN_4D)
+    return reason_unsupported(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
+
+
+def _fall_back(module: torch.nn.Module, reason: str) -> None:
+    if _strict:
+        raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
+    _record(module, "sdpa")
+    _notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
+
+
+def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window) -> torch.Tensor:
+    """The same attention, exactly, by torch: [B, Sq, H, D]."""
+    if documents is not None:
+        return _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window)
+    if sequences is not None:
+        dense_mask = sequences.visible(q.shape[1], causal, sliding_window)
+    elif dense_mask is None:
+        dense_mask = _band(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], causal, sliding_window, q.device)
+    else:
+        dense_mask = dense_mask[..., : k.shape[1]]
+        dense_mask = dense_mask if dense_mask.dtype == torch.bool else dense_mask.to(q.dtype)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, scale=scaling, enable_gqa=gqa).transpose(1, 2)
+
+
+def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window) -> torch.Tensor:
+    """One document after the other. Reads the lengths, so it synchronises with the host."""
+    tokens_q, tokens_k, tokens_v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    bounds_q, bounds_k = documents.cu_seqlens_q.tolist(), documents.cu_seqlens_k.tolist()
+    pieces = [
+        _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], None, None, None, dropout, scaling, causal, sliding_window)
+        for q0, q1, k0, k1 in zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
+    ]
+    out = torch.cat(pieces, 1)
+    return F.pad(out, (0, 0, 0, 0, 0, tokens_q.shape[1] - out.shape[1])).squeeze(0).unflatten(0, q.shape[:2])
+
+
+def _update_paged_cache(module, key, value, cache, kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continuous batching: write the new keys and values [1, Hk, T, D] into the paged cache and get back all that the batch reads.
+
+    Leaves in kwargs what describes the sequences, and takes out what only the cache needs.
+    """
+    if kwargs.get("block_table") is not None:
+        raise ValueError("a block_table (paged decoding inside the kernel) is not supported yet; continuous batching works without it")
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    else:  # Transformers 5.0 to 5.22
+        kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
+        for ours, theirs in (("cu_seq_lens_k", "cu_seq_lens_k"), ("max_length_q", "max_seqlen_q"), ("max_length_k", "max_seqlen_k")):
+            given = kwargs.pop(theirs)
+            kwargs[ours] = given[kind] if isinstance(given, dict) else given
+        key, value = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=module.layer_idx,
+            read_index=kwargs["read_index"],
+            write_index=kwargs["write_index"],
+        )
+        key, value = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
+    for name in ("read_index", "write_index", "block_table"):
+        kwargs.pop(name, None)
+    return key, value

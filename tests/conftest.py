@@ -1,0 +1,154 @@
+"""What all tests share: the device and kernel family they run on, `hf_flash2.patches` from a bare checkout, the record of a GPU run."""
+
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("hf_flash2") is None:  # neither installed nor on PYTHONPATH
+    sys.path.insert(0, str(ROOT))
+
+
+class _PatchesFinder:
+    """setup.py maps the folder patches/ to hf_flash2.patches; this does the same for a checkout that is not installed."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        folder = ROOT / "patches"
+        if name != "hf_flash2.patches" or not (folder / "__init__.py").is_file():
+            return None
+        return importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+
+
+sys.meta_path.append(_PatchesFinder)  # last: an installed hf_flash2.patches wins
+
+
+from hf_flash2 import native
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_FAMILY = "reference"  # what the CPU runs
+
+
+def families() -> list[str]:
+    """The kernel families that the built library offers on this device; the reference backend without a GPU."""
+    if DEVICE == "cpu":
+        return [NO_FAMILY]
+    if native.reason_unavailable() is not None:
+        return ["auto"]  # the tests then fail with the library's reason
+    offered = native.build_info().get("families", ["sm80"])
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return [name for name in offered if name != "sm90" or hopper]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU when there is one, else the CPU."""
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(params=families())
+def family(request, monkeypatch) -> str:
+    """Each kernel family in turn, forced by HF_FLASH2_FAMILY."""
+    if request.param != NO_FAMILY:
+        monkeypatch.setenv("HF_FLASH2_FAMILY", request.param)
+    return request.param
+
+
+@pytest.fixture
+def record_errors(record_property):
+    """Call with {tensor name: error of ours / error of eager}; the largest per module ends in the record of the run."""
+    return lambda ratios: record_property("error_ratios", ratios)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--gpu-record",
+        default=os.environ.get("HF_FLASH2_GPU_RECORD"),
+        metavar="PATH",
+        help="write what ran, where and how exact it was to this JSON file (default: HF_FLASH2_GPU_RECORD)",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "big_memory: needs a CUDA device with about 80 GiB of free memory")
+    if config.getoption("--gpu-record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RunRecord(Path(config.getoption("--gpu-record"))))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if DEVICE == "cpu" and (item.get_closest_marker("gpu") or item.get_closest_marker("big_memory")):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class RunRecord:
+    """Counts outcomes and keeps the largest error ratio of each test module; writes both with the versions at the end of the session."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        self.ratios: dict[str, dict[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":  # a failing set-up or tear-down counts too
+            self.counts[report.outcome] += 1
+        if report.when != "call":
+            return
+        module = self.ratios.setdefault(report.nodeid.split("::")[0], {})
+        for name, ratios in report.user_properties:
+            if name == "error_ratios":
+                for tensor, ratio in ratios.items():
+                    module[tensor] = max(module.get(tensor, 0.0), ratio)
+
+    def pytest_sessionfinish(self):
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **environment(),
+            **git_state(self.path),
+            "tests": self.counts,
+            "largest_error_ours_over_eager": {
+                module: {k: round(v, 3) for k, v in ratios.items()} for module, ratios in self.ratios.items() if ratios
+            },
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def environment() -> dict:
+    """GPU, driver and the versions that decide results."""
+    transformers = importlib.util.find_spec("transformers") and __import__("transformers").__version__
+    return {
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if DEVICE == "cuda" else None,
+        "families": families(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers,
+        "python": platform.python_version(),
+    }
+
+
+def git_state(ignored: Path) -> dict:
+    """Commit and whether the tree differs from it (the record itself aside). HF_FLASH2_COMMIT names it where there is no repository."""
+    commit = _output("git", "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": os.environ.get("HF_FLASH2_COMMIT"), "dirty": None}
+    changed = (_output("git", "status", "--porcelain", "--untracked-files=all") or "").splitlines()
+    return {"commit": commit, "dirty": any((ROOT / line[3:]).resolve() != ignored.resolve() for line in changed)}
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None when it is missing or fails."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.rstrip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None

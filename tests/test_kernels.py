@@ -1,0 +1,433 @@
+"""The attention of the device at hand (CUDA kernels on a GPU, the reference backend on a CPU) against the textbook formula.
+
+The rule of the field: measured against float64, the largest error of ours is at most 2 times that of eager PyTorch in the same dtype for out,
+and 3 times for dq, dk, dv.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from cases import CASES, Case, Sample
+
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, packing, reference
+
+pytestmark = pytest.mark.timeout(120)
+
+ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
+# Where eager happens to be exact (a single visible key) ours still rounds the sums it accumulates: that many units in the last place of the
+# accumulator, at the size of the terms (`Sample.sum_sizes`), count as equal. float64 is compared with itself, so all it has is this.
+FLOOR_ULPS = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 2, torch.float64: 64}
+LSE_TOLERANCE = 2e-5  # the same for log-sum-exp, which is float32 whatever the inputs
+
+ON_GPU = torch.cuda.is_available()
+DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float32, torch.float64, torch.bfloat16)
+# The CPU runs the same table where that is cheap enough.
+TABLE = CASES if ON_GPU else [case for case in CASES if case.scores * case.head_dim < 20e6]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def compare(actual: dict, truth: dict, eager: dict, dtype: torch.dtype, sum_sizes: dict[str, float]) -> dict[str, float]:
+    """Assert the rule of the field for every tensor; returns error of ours / error of eager."""
+    ulp = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    assert torch.equal(actual["lse"].isinf(), truth["lse"].isinf()), "rows without keys have lse +inf, others do not"
+    assert not (actual["lse"] == -math.inf).any()
+    seen = truth["lse"].isfinite()
+    if seen.any():
+        difference, size = _largest(actual["lse"][seen].double() - truth["lse"][seen]), _largest(truth["lse"][seen])
+        assert difference <= LSE_TOLERANCE * max(1.0, size), f"lse is off by {difference:.2e} at values up to {size:.1f}"
+    ratios = {}
+    for name, allowed in ALLOWED.items():
+        assert actual[name].shape == truth[name].shape
+        assert actual[name].dtype == dtype
+        assert actual[name].isfinite().all(), f"{name} has {int((~actual[name].isfinite()).sum())} values that are not finite"
+        ours = _largest(actual[name].double() - truth[name])
+        theirs = _largest(eager[name].double() - truth[name])
+        floor = FLOOR_ULPS[dtype] * ulp * sum_sizes[name]
+        assert ours <= allowed * theirs + floor, (
+            f"{name} is off by {ours:.3e}, eager by {theirs:.3e}: {ours / max(theirs, floor):.2f} times, at most {allowed} are allowed "
+            f"(largest value {_largest(truth[name]):.3f})"
+        )
+        ratios[name] = ours / max(theirs, floor) if ours else 0.0
+    return ratios
+
+
+def _largest(x: torch.Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def assert_ran_on(family: str) -> None:
+    assert last_backend() == {"reference": "cpu-reference", "auto": last_backend()}.get(family, f"cuda-{family}")
+
+
+def peek_rng_state(device: torch.device, seed: int) -> torch.Tensor:
+    """The dropout state of the next call after `torch.manual_seed(seed)`; leaves the generator seeded anew."""
+    torch.manual_seed(seed)
+    rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    torch.manual_seed(seed)
+    return rng_state
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.id)
+def test_forward_and_backward(case, dtype, family, device, record_errors):
+    sample = Sample(case, dtype, device)
+    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    actual = sample.actual()
+    assert_ran_on(family)
+    record_errors(compare(actual, sample.expected(torch.float64, keep), sample.expected(dtype, keep), dtype, sample.sum_sizes()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dlse", causal=True),
+        Case("dlse", head_dim=128, heads=(8, 2), lengths_q=(1, 64, 0, 150), lengths_k=(7, 64, 3, 90), form="packed", causal=True),
+        Case("dlse", head_dim=256, lengths_q=(70, 33), form="ranges", padding="left"),
+    ],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_gradient_of_lse(case, dtype, family, device, record_errors):
+    sample = Sample(case, dtype, device)
+    truth, eager = sample.expected(torch.float64, with_dlse=True), sample.expected(dtype, with_dlse=True)
+    record_errors(compare(sample.actual(with_dlse=True), truth, eager, dtype, sample.sum_sizes()))
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_huge_values_stay_finite(head_dim, family, device):
+    """Scores of 1e5: the softmax is one-hot, nothing overflows."""
+    q, k, v = (torch.randn(2, 130, 4, head_dim, device=device, dtype=torch.bfloat16) * 300 for _ in range(3))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    for x in (out, lse, *grads):
+        assert x.isfinite().all()
+
+
+def test_softmax_scale_is_used(family, device):
+    q, k, v = (torch.randn(1, 50, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    for scale in (0.0, 0.03, -0.2, 1.7):
+        out = flash_attn_func(q, k, v, softmax_scale=scale)
+        visible = torch.ones(1, 50, 50, dtype=torch.bool, device=device)
+        truth, _ = oracle.attention(q.double(), k.double(), v.double(), visible, scale)
+        assert _largest(out.double() - truth) < 0.02
+
+
+def test_gradient_of_a_sum(family, device):
+    """out.sum() sends a gradient whose strides are all zero."""
+    q, k, v = (torch.randn(2, 70, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    expanded = torch.autograd.grad(flash_attn_func(q, k, v).sum(), (q, k, v))
+    out = flash_attn_func(q, k, v)
+    plain = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
+
+
+# Repeats
+
+
+REPEATED = [
+    Case("repeat", head_dim=64, heads=(8, 2), lengths_q=(300, 300), causal=True),
+    Case("repeat", head_dim=128, lengths_q=(513, 513)),
+    Case("repeat", head_dim=256, lengths_q=(1, 129, 0, 260), form="packed", causal=True),
+    Case("repeat", head_dim=96, lengths_q=(64, 200), form="ranges", padding="left", dropout_p=0.1),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.id)
+def test_repeats_are_bit_equal(case, family, device):
+    """out, lse, dk and dv; dq may differ by the order in which blocks of keys add to it."""
+    sample = Sample(case, torch.bfloat16, device)
+    torch.manual_seed(0)
+    first = sample.actual()
+    for _ in range(50 if ON_GPU else 3):
+        torch.manual_seed(0)
+        again = sample.actual()
+        for name in ("out", "lse", "dk", "dv"):
+            assert torch.equal(again[name], first[name]), f"{name} differs between two equal calls"
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.id)
+@pytest.mark.parametrize("asked_by", ("argument", "torch"))
+def test_deterministic_repeats_are_bit_equal_in_dq(case, asked_by, family, device, request):
+    sample = Sample(case, torch.bfloat16, device)
+    if asked_by == "torch":  # this also fills every torch.empty with NaN
+        request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+        torch.use_deterministic_algorithms(True)
+    options = {"deterministic": True} if asked_by == "argument" else {}
+    torch.manual_seed(0)
+    first = sample.actual(**options)
+    assert all(first[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
+    for _ in range(50 if ON_GPU else 3):
+        torch.manual_seed(0)
+        again = sample.actual(**options)
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert torch.equal(again[name], first[name]), f"{name} differs between two equal deterministic calls"
+
+
+# Dropout
+
+
+def _uniform(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k whose scores are all equal, so that a probability is zero only where dropout made it so."""
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, device=device, dtype=torch.bfloat16)
+    return q, q.new_zeros(batch, seqlen_k, heads, head_dim)
+
+
+def _identity(batch: int, seqlen: int, heads: int, head_dim: int, device) -> torch.Tensor:
+    """Row j of every head is the unit vector j: [B, S, H, D] with S <= D."""
+    eye = torch.eye(seqlen, head_dim, device=device, dtype=torch.bfloat16)
+    return eye[None, :, None].expand(batch, -1, heads, -1).contiguous()
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("dropout_p", (0.1, 0.5, 0.9))
+def test_dropout_mask_is_that_of_the_reference(head_dim, dropout_p, family, device):
+    """Element by element: with equal scores and v = identity, out shows which probabilities survived the forward."""
+    batch, heads, seqlen_q = 3, 5, 147
+    q, k = _uniform(batch, seqlen_q, head_dim, heads, head_dim, device)
+    v = _identity(batch, head_dim, heads, head_dim, device)
+    keep = reference.dropout_keep_mask(peek_rng_state(device, 3), range(batch), heads, seqlen_q, head_dim, dropout_p)
+    out = flash_attn_func(q, k, v, dropout_p=dropout_p)
+    assert torch.equal(out.transpose(1, 2) != 0, keep)
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+def test_dropout_mask_of_the_backward_is_that_of_the_forward(head_dim, family, device):
+    """With equal scores and dout = identity, dv shows which probabilities survived the backward."""
+    batch, heads, seqlen_k, dropout_p = 3, 5, 147, 0.3
+    q, k = _uniform(batch, head_dim, seqlen_k, heads, head_dim, device)
+    v = torch.randn_like(k).requires_grad_()
+    keep = reference.dropout_keep_mask(peek_rng_state(device, 3), range(batch), heads, head_dim, seqlen_k, dropout_p)
+    out = flash_attn_func(q, k, v, dropout_p=dropout_p)
+    (dv,) = torch.autograd.grad(out, v, _identity(batch, head_dim, heads, head_dim, device))
+    assert torch.equal(dv.permute(0, 2, 3, 1) != 0, keep)
+
+
+@pytest.mark.parametrize("dropout_p", (0.05, 0.1, 0.5, 0.9))
+def test_dropped_fraction(dropout_p, family, device):
+    head_dim = 128
+    q, k = _uniform(4, 512, head_dim, 8, head_dim, device)
+    torch.manual_seed(11)
+    out = flash_attn_func(q, k, _identity(4, head_dim, 8, head_dim, device), dropout_p=dropout_p)
+    assert (out == 0).float().mean().item() == pytest.approx(dropout_p, abs=0.01)
+    assert out.float().sum(-1).mean().item() == pytest.approx(1.0, rel=0.01), "probabilities that stay are scaled by 1 / (1 - p)"
+
+
+def test_dropout_repeats_under_manual_seed_and_not_without(family, device):
+    q, k, v = (torch.randn(2, 100, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    torch.manual_seed(5)
+    first, second = flash_attn_func(q, k, v, dropout_p=0.2), flash_attn_func(q, k, v, dropout_p=0.2)
+    torch.manual_seed(5)
+    assert torch.equal(flash_attn_func(q, k, v, dropout_p=0.2), first)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], flash_attn_func(q[:1], k[:1], v[:1])[0])
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_dropout_under_checkpointing(use_reentrant, family, device):
+    """The forward that checkpointing runs again draws the same mask."""
+    q, k, v = (torch.randn(2, 100, 4, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+
+    def attend(q, k, v):
+        return flash_attn_func(q, k, v, dropout_p=0.2, causal=True, deterministic=True)
+
+    def run(wrapped):
+        torch.manual_seed(9)
+        for x in (q, k, v):
+            x.grad = None
+        out = wrapped(q, k, v)
+        out.backward(dout)
+        return out.detach(), q.grad, k.grad, v.grad
+
+    plain = run(attend)
+    checkpointed = run(lambda *args: torch.utils.checkpoint.checkpoint(attend, *args, use_reentrant=use_reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+# Errors
+
+
+def test_the_next_call_works_after_every_error(family, device):
+    sample = Sample(Case("error", lengths_q=(65, 65), causal=True), torch.bfloat16, device)
+    expected = sample.actual(deterministic=True)
+    q, k, v, _ = sample.inputs()
+    packed = q.detach().flatten(0, 1)
+    cu_seqlens = torch.tensor([0, 65, 130], dtype=torch.int32, device=device)
+    wrong_calls = [
+        lambda: flash_attn_func(q.to(torch.int8), k.to(torch.int8), v.to(torch.int8)),
+        lambda: flash_attn_func(q, k.half(), v),
+        lambda: flash_attn_func(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:, :, :1].expand(-1, -1, 3, -1)),
+        lambda: flash_attn_func(q, k[:, :30], v),
+        lambda: flash_attn_func(q[0], k[0], v[0]),
+        lambda: flash_attn_func(*(torch.zeros(1, 3, 2, 264, device=device, dtype=torch.bfloat16) for _ in range(3))),
+        lambda: flash_attn_func(q, k, v, dropout_p=1.0),
+        lambda: flash_attn_func(q, k, v, softcap=30.0),
+        lambda: flash_attn_func(q, k, v, window_size=(-2, 0)),
+        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens.long(), cu_seqlens.long(), 65, 65),
+    ]
+    for wrong_call in wrong_calls:
+        with pytest.raises(ValueError):
+            wrong_call()
+        actual = sample.actual(deterministic=True)
+        assert all(torch.equal(actual[name], expected[name]) for name in actual)
+
+
+# Only a GPU has these
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
+def test_no_host_synchronisation(form, family, device, request):
+    sample = Sample(Case("sync", lengths_q=(65, 30) if form != "dense" else (65, 65), form=form, dropout_p=0.1), torch.bfloat16, device)
+    q, k, v, dout = sample.inputs()
+    cu_seqlens = sample.cu_seqlens(sample.case.lengths_q)
+
+    def attend():
+        if form == "dense":
+            return flash_attn_func(q, k, v, dropout_p=0.1)
+        if form == "packed":
+            return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 65, 65, dropout_p=0.1)
+        batch = packing.padded_batch(sample.valid_k, sample.seqlen_q)
+        return flash_attn_ranges_func(q, k, v, batch.ranges_q, batch.ranges_k, batch.key_mask, dropout_p=0.1)
+
+    torch.autograd.grad(attend(), (q, k, v), dout)  # loads the library
+    request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    torch.autograd.grad(attend(), (q, k, v), dout)
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(family, device):
+    """Inputs arrive late on a side stream; kernels on any other stream would read NaN."""
+    sample = Sample(Case("stream", head_dim=128, lengths_q=(300, 300), causal=True), torch.bfloat16, device)
+    expected = sample.actual(deterministic=True)
+    source = sample.inputs()
+    late = [torch.full_like(x, math.nan).requires_grad_(x.requires_grad) for x in source]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        with torch.no_grad():
+            for target, value in zip(late, source, strict=True):
+                target.copy_(value)
+        q, k, v, dout = late
+        out, _ = sample.call(q, k, v, deterministic=True)
+        torch.cuda._sleep(20_000_000)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    stream.synchronize()
+    for name, actual in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
+        assert torch.equal(actual, expected[name]), name
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once(family, device):
+    """Calls in flight together share no scratch."""
+    samples = [Sample(Case("stream", head_dim=d, lengths_q=(512,) * 2), torch.bfloat16, device) for d in (64, 128)]
+    expected = [sample.actual(deterministic=True) for sample in samples]
+    inputs = [sample.inputs() for sample in samples]
+    streams = [torch.cuda.Stream() for _ in samples]
+    torch.cuda.synchronize()
+    results = [[] for _ in samples]
+    for _ in range(20):
+        for sample, (q, k, v, dout), stream, kept in zip(samples, inputs, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                out, _ = sample.call(q, k, v, deterministic=True)
+                kept.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    torch.cuda.synchronize()
+    for kept, truth in zip(results, expected, strict=True):
+        for tensors in kept:
+            for name, actual in zip(("out", "dq", "dk", "dv"), tensors, strict=True):
+                assert torch.equal(actual, truth[name]), name
+
+
+@pytest.mark.gpu
+def test_runs_inside_a_cuda_graph(family, device):
+    sample = Sample(Case("graph", head_dim=128, lengths_q=(1, 300, 0, 64), form="packed", causal=True), torch.bfloat16, device)
+    q, k, v, dout = sample.inputs()
+    cu_seqlens = sample.cu_seqlens(sample.case.lengths_q)
+
+    def step():
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 300, 300, causal=True, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for x in captured:
+        x.detach().fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_its_tensors(family):
+    """The current device is the first, the tensors lie on the second."""
+    case = Case("device", head_dim=128, lengths_q=(200, 200), causal=True)
+    with torch.cuda.device(0):
+        sample = Sample(case, torch.bfloat16, "cuda:1")
+        compare(sample.actual(), sample.expected(torch.float64), sample.expected(torch.bfloat16), torch.bfloat16, sample.sum_sizes())
+
+
+@pytest.mark.gpu
+def test_more_sequences_than_a_grid_dimension_holds(family, device):
+    """70 000 sequences of one token each: out is v, dv is dout."""
+    tokens = 70_000
+    q, k, v, dout = (torch.randn(tokens, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
+    v.requires_grad_()
+    cu_seqlens = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 1, 1)
+    assert torch.equal(out, v)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    assert torch.equal(dv, dout)
+
+
+@pytest.mark.big_memory
+@pytest.mark.parametrize("form", ("dense", "packed", "strided"))
+def test_offsets_beyond_2_to_the_31(form, family, device):
+    """Tensors of more than 2^31 elements, checked on their last sequence and on one in the middle."""
+    if torch.cuda.mem_get_info()[0] < 80 * 2**30:
+        pytest.skip("needs 80 GiB of free GPU memory")
+    torch.cuda.empty_cache()
+    head_dim = 128
+    if form == "strided":  # few tokens, 2^24 elements apart: q, k, v and dout share the rows of one buffer
+        batch, seqlen, heads = 1, 200, 4
+        buffer = torch.empty(seqlen, 2**24, device=device, dtype=torch.bfloat16)
+        q, k, v, dout = (
+            buffer[None, :, i * 4096 : i * 4096 + heads * head_dim].unflatten(-1, (heads, head_dim)).normal_() for i in range(4)
+        )
+        assert q.stride(1) * seqlen > 2**31
+    else:
+        batch, seqlen, heads = 8256, 128, 16
+        q, k, v, dout = (torch.empty(batch, seqlen, heads, head_dim, device=device, dtype=torch.bfloat16).normal_() for _ in range(4))
+        assert q.numel() > 2**31
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    if form == "packed":
+        cu_seqlens = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
+        tokens = [x.flatten(0, 1) for x in (q, k, v)]
+        out = flash_attn_varlen_func(*tokens, cu_seqlens, cu_seqlens, seqlen, seqlen, causal=True).view_as(q)
+    else:
+        out = flash_attn_func(q, k, v, causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    visible = oracle.visible_pairs(seqlen, seqlen, [(0, seqlen)], [(0, seqlen)], True, (-1, -1), None, device)
+    for b in {batch // 2, batch - 1}:
+        piece = slice(b, b + 1)
+        actual = dict(zip(("out", "dq", "dk", "dv"), (x.detach()[piece] for x in (out, *grads)), strict=True))
+        expected = {
+            dtype: oracle.gradients(*(x.detach()[piece].to(dtype) for x in (q, k, v, dout)), visible=visible, softmax_scale=head_dim**-0.5)
+            for dtype in (torch.float64, torch.bfloat16)
+        }
+        actual["lse"] = expected[torch.float64]["lse"].float()  # checked elsewhere
+        compare(actual, expected[torch.float64], expected[torch.bfloat16], torch.bfloat16, dict.fromkeys(ALLOWED, 0.0))
