@@ -76,8 +76,8 @@ void check_forward(const HfFlash2ForwardParams& p) {
     reject("heads_q", "a multiple of heads_k", std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
   if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0)
     reject("head_dim", "a multiple of 8, at most 256", std::to_string(p.head_dim));
-  if (!(p.softmax_scale >= 0.f) || p.softmax_scale > 3e38f)
-    reject("softmax_scale", "finite and not negative (negate q instead)", std::to_string(p.softmax_scale));
+  if (!(p.softmax_scale > 0.f) || p.softmax_scale > 3e38f)
+    reject("softmax_scale", "finite and positive (negate q instead)", std::to_string(p.softmax_scale));
   if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
   if (p.dropout_p > 0.f && p.rng_state == nullptr) reject("rng_state", "given with dropout", "none");
   if ((p.sequences_q.cu_seqlens == nullptr) != (p.sequences_k.cu_seqlens == nullptr))
@@ -102,7 +102,7 @@ void check_backward(const HfFlash2BackwardParams& p) {
 }
 
 int64_t workspace_bytes(const HfFlash2BackwardParams& params) {
-  return dispatch_head_dim(params.forward.head_dim, [&](auto head_dim) {
+  return dispatch_head_dim<int64_t>(params.forward.head_dim, [&](auto head_dim) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) {
       return sm80::backward_workspace_bytes<decltype(head_dim)::value, decltype(dtype)>(params);
     });
@@ -143,7 +143,7 @@ int hf_flash2_forward(const HfFlash2ForwardParams* params) {
   return guarded([&]() -> int {
     check_forward(*params);
     const DeviceGuard guard(params->device);
-    dispatch_head_dim(params->head_dim, [&](auto head_dim) {
+    dispatch_head_dim<void>(params->head_dim, [&](auto head_dim) {
       dispatch_dtype(params->dtype, [&](auto dtype) { sm80::run_forward<decltype(head_dim)::value, decltype(dtype)>(*params); });
     });
     return kSm80;
@@ -164,7 +164,7 @@ int hf_flash2_backward(const HfFlash2BackwardParams* params) {
     const int64_t needed = workspace_bytes(*params);
     if (params->workspace_bytes < static_cast<uint64_t>(needed))
       reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params->workspace_bytes));
-    dispatch_head_dim(params->forward.head_dim, [&](auto head_dim) {
+    dispatch_head_dim<void>(params->forward.head_dim, [&](auto head_dim) {
       dispatch_dtype(params->forward.dtype, [&](auto dtype) { sm80::run_backward<decltype(head_dim)::value, decltype(dtype)>(*params); });
     });
     return kSm80;

@@ -30,22 +30,22 @@ constexpr bool is_built(int head_dim) {
 }
 
 // Calls f(std::integral_constant<int, kHeadDim>) for the smallest built head dim that holds `head_dim`; the kernels fill the rest with zeros.
-template <int kHeadDim, int... kLarger, typename F>
-auto dispatch_head_dim_from(int head_dim, const F& f) {
+template <typename Result, int kHeadDim, int... kLarger, typename F>
+Result dispatch_head_dim_from(int head_dim, const F& f) {
   if constexpr (is_built(kHeadDim)) {
     if (head_dim <= kHeadDim) return f(std::integral_constant<int, kHeadDim>{});
   }
   if constexpr (sizeof...(kLarger) > 0) {
-    return dispatch_head_dim_from<kLarger...>(head_dim, f);
+    return dispatch_head_dim_from<Result, kLarger...>(head_dim, f);
   } else {
     throw LaunchError(kErrorUnsupported, "no kernel of this build takes head_dim " + std::to_string(head_dim) +
                                              "; rebuild without HF_FLASH2_HEAD_DIMS");
   }
 }
 
-template <typename F>
-auto dispatch_head_dim(int head_dim, const F& f) {
-  return dispatch_head_dim_from<64, 96, 128, 192, 256>(head_dim, f);
+template <typename Result, typename F>
+Result dispatch_head_dim(int head_dim, const F& f) {
+  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(head_dim, f);
 }
 
 template <typename F>

@@ -188,6 +188,8 @@ def _attention(
     if head_dim_v != head_dim or head_dim % HEAD_DIM_MULTIPLE:
         padded = -(-max(head_dim, head_dim_v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
         q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    if softmax_scale <= 0:  # the kernels take the row maximum before scaling
+        q, softmax_scale = q * (-1.0 if softmax_scale < 0 else 0.0), -softmax_scale or 1.0
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -6,7 +6,7 @@
 namespace hf_flash2::sm80 {
 
 // c += A * B with A and B in shared memory. The readers say how each is stored; for A stored [m][k] and B stored [n][k] the contraction
-// runs along the columns of the tile, for ColumnsOfA and RowsOfB along its rows.
+// runs along the columns of the tile, for ColumnsOfA and RowsOfB along its rows. The column blocks (of 16) say where each starts.
 template <typename T, int kKSteps, int kMTiles, int kNTiles, int kColumnsA, bool kByRowA, bool kTransposeA, int kColumnsB, bool kByRowB,
           bool kTransposeB>
 __device__ __forceinline__ void multiply(float (&c)[kMTiles][kNTiles][4], const FragmentReader<kColumnsA, kByRowA, kTransposeA>& a_reader,

@@ -15,19 +15,20 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, in
   constexpr int kGroup = Swizzle<kColumns>::kGroup;  // lanes that share a row: 64 or 128 contiguous bytes each pass
   constexpr int kRowsPerPass = kThreads / kGroup;
   const int lane_row = threadIdx.x / kGroup, lane_chunk = threadIdx.x % kGroup;
+  const T* source = head + (row_begin + lane_row) * token_stride + lane_chunk * 8;
+  const uint32_t destination = tile + Swizzle<kColumns>::offset(lane_row, lane_chunk);
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-    const int row = pass * kRowsPerPass + lane_row;
-    const bool row_valid = row_begin + row < row_end;
-    const T* source = head + (row_begin + row) * token_stride + lane_chunk * 8;
+    const bool row_valid = row_begin + pass * kRowsPerPass + lane_row < row_end;
 #pragma unroll
     for (int group = 0; group < kColumns / 8 / kGroup; ++group) {
-      const int chunk = group * kGroup + lane_chunk;
-      const bool valid = row_valid && chunk * 8 < columns;
-      cp_async_16(tile + Swizzle<kColumns>::offset(row, chunk), valid ? source + group * kGroup * 8 : head, valid);
+      const bool valid = row_valid && (group * kGroup + lane_chunk) * 8 < columns;
+      cp_async_16(destination + pass * kRowsPerPass * Swizzle<kColumns>::kRowBytes + group * kGroup * 16,
+                  valid ? source + group * kGroup * 8 : head, valid);
     }
+    source += kRowsPerPass * token_stride;
   }
-  static_assert(kRows % kRowsPerPass == 0, "whole passes");
+  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "whole passes, the same permutation of chunks in each");
 }
 
 // Copies rows [0, kRows) of a shared tile to rows row_begin .. of one head, leaving out rows from row_end on and columns from `columns`.
