@@ -4,76 +4,94 @@
 
 namespace hf_flash2::sm80 {
 
-// Forward. Shared memory: Q + K + V = (M + 2 N) * D * 2 bytes; every shape fits 99 KB.
+// Both directions have two sets of tiles: kLarge for GPUs with the shared memory of Hopper and Blackwell data-center parts (forward) or of
+// sm_80 and up (backward), kSmall for all others.
+enum class TileVariant { kLarge, kSmall };
+
+// Forward. Shared memory: Q + 2 stages of K and V = (M + 4 N) * D * 2 bytes: kLarge fits kBlocksPerSm times into 227 KB, kSmall once into
+// 99 KB and, up to d 128, twice into the 164 KB of an A100.
 // 32 query rows a warp halve the shared-memory reads of K and V against 16; from d 192 on the O accumulator leaves room for 16 only.
 template <int kHeadDim>
+constexpr bool kForwardHasSmall = kHeadDim >= 128;  // below, one shape fits everywhere
+template <int kHeadDim, TileVariant kVariant>
 struct ForwardTile;
-template <>
-struct ForwardTile<64> {
+template <TileVariant kVariant>
+struct ForwardTile<64, kVariant> {
+  static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 4, kBlocksPerSm = 2;
+};
+template <TileVariant kVariant>
+struct ForwardTile<96, kVariant> {
   static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 4, kBlocksPerSm = 2;
 };
 template <>
-struct ForwardTile<96> {
+struct ForwardTile<128, TileVariant::kLarge> {
   static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 4, kBlocksPerSm = 2;
 };
 template <>
-struct ForwardTile<128> {
-  static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 4, kBlocksPerSm = 2;
+struct ForwardTile<128, TileVariant::kSmall> {
+  static constexpr int kBlockM = 128, kBlockN = 32, kNWarps = 4, kBlocksPerSm = 2;
 };
 template <>
-struct ForwardTile<192> {
+struct ForwardTile<192, TileVariant::kLarge> {
   static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 8, kBlocksPerSm = 1;
 };
 template <>
-struct ForwardTile<256> {
-  static constexpr int kBlockM = 64, kBlockN = 64, kNWarps = 4, kBlocksPerSm = 2;
+struct ForwardTile<192, TileVariant::kSmall> {
+  static constexpr int kBlockM = 128, kBlockN = 32, kNWarps = 8, kBlocksPerSm = 1;
+};
+template <>
+struct ForwardTile<256, TileVariant::kLarge> {
+  static constexpr int kBlockM = 128, kBlockN = 64, kNWarps = 8, kBlocksPerSm = 1;
+};
+template <>
+struct ForwardTile<256, TileVariant::kSmall> {
+  static constexpr int kBlockM = 64, kBlockN = 32, kNWarps = 4, kBlocksPerSm = 2;
 };
 
 // Backward. Shared memory: K + V + kStages (Q + dO) + P + dS = (2 N D + 2 kStages M D + 2 M N) * 2 bytes.
 // The warps are laid out kWarpsM x kWarpsN over S and dP [M, N], kWarpsKeys x kWarpsDim over dK and dV [N, D], kWarpsM x (the rest) over
 // dQ [M, D]. Registers of a thread: S + dP = M N / 128, dK + dV = N D / 128, of 255.
-enum class BackwardVariant { kLarge, kSmall };  // kLarge needs 163 KB of shared memory, kSmall 99 KB
-
-template <int kHeadDim, BackwardVariant kVariant>
+// kLarge fits 163 KB, kSmall 99 KB.
+template <int kHeadDim, TileVariant kVariant>
 struct BackwardTile;
 template <>
-struct BackwardTile<64, BackwardVariant::kLarge> {
+struct BackwardTile<64, TileVariant::kLarge> {
   static constexpr int kBlockM = 128, kBlockN = 128, kStages = 2, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<64, BackwardVariant::kSmall> {
+struct BackwardTile<64, TileVariant::kSmall> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 1, kWarpsM = 2, kWarpsN = 4, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<96, BackwardVariant::kLarge> {
+struct BackwardTile<96, TileVariant::kLarge> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<96, BackwardVariant::kSmall> {
+struct BackwardTile<96, TileVariant::kSmall> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<128, BackwardVariant::kLarge> {
+struct BackwardTile<128, TileVariant::kLarge> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kWarpsM = 2, kWarpsN = 4, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<128, BackwardVariant::kSmall> {
+struct BackwardTile<128, TileVariant::kSmall> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 1, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<192, BackwardVariant::kLarge> {
+struct BackwardTile<192, TileVariant::kLarge> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<192, BackwardVariant::kSmall> {
+struct BackwardTile<192, TileVariant::kSmall> {
   static constexpr int kBlockM = 32, kBlockN = 64, kStages = 1, kWarpsM = 2, kWarpsN = 4, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<256, BackwardVariant::kLarge> {
+struct BackwardTile<256, TileVariant::kLarge> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 1, kWarpsM = 4, kWarpsN = 2, kWarpsKeys = 4, kWarpsDim = 2;
 };
 template <>
-struct BackwardTile<256, BackwardVariant::kSmall> {
+struct BackwardTile<256, TileVariant::kSmall> {
   static constexpr int kBlockM = 32, kBlockN = 32, kStages = 1, kWarpsM = 2, kWarpsN = 2, kWarpsKeys = 2, kWarpsDim = 2;
 };
 

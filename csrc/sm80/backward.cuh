@@ -17,7 +17,7 @@
 
 namespace hf_flash2::sm80 {
 
-template <int kHeadDim, BackwardVariant kVariant>
+template <int kHeadDim, TileVariant kVariant>
 struct BackwardShape : BackwardTile<kHeadDim, kVariant> {
   using Tile = BackwardTile<kHeadDim, kVariant>;
   static constexpr int kWarps = Tile::kWarpsM * Tile::kWarpsN, kThreads = kWarps * 32;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void pass_turn(int32_t* semaphore) {
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }
 
-template <int kHeadDim, typename T, BackwardVariant kVariant, bool kDropout>
+template <int kHeadDim, typename T, TileVariant kVariant, bool kDropout>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1)
     backward_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   using Shape = BackwardShape<kHeadDim, kVariant>;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 }
 
 // Last pass: dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows.
-template <int kHeadDim, typename T, BackwardVariant kVariant>
+template <int kHeadDim, typename T, TileVariant kVariant>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads)
     convert_dq_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   using Shape = BackwardShape<kHeadDim, kVariant>;

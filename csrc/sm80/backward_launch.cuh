@@ -7,7 +7,7 @@
 
 namespace hf_flash2::sm80 {
 
-template <int kHeadDim, typename T, BackwardVariant kVariant>
+template <int kHeadDim, typename T, TileVariant kVariant>
 void launch_backward(const HfFlash2BackwardParams& params) {
   using Shape = BackwardShape<kHeadDim, kVariant>;
   const HfFlash2ForwardParams& forward = params.forward;
@@ -27,22 +27,22 @@ void launch_backward(const HfFlash2BackwardParams& params) {
 
 template <int kHeadDim>
 bool large_variant_fits(int device) {
-  return shared_memory_per_block(device) >= BackwardShape<kHeadDim, BackwardVariant::kLarge>::kSharedBytes;
+  return shared_memory_per_block(device) >= BackwardShape<kHeadDim, TileVariant::kLarge>::kSharedBytes;
 }
 
 template <int kHeadDim, typename T>
 int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
-  const int block_m = large_variant_fits<kHeadDim>(params.forward.device) ? BackwardTile<kHeadDim, BackwardVariant::kLarge>::kBlockM
-                                                                          : BackwardTile<kHeadDim, BackwardVariant::kSmall>::kBlockM;
+  const int block_m = large_variant_fits<kHeadDim>(params.forward.device) ? BackwardTile<kHeadDim, TileVariant::kLarge>::kBlockM
+                                                                          : BackwardTile<kHeadDim, TileVariant::kSmall>::kBlockM;
   return Workspace::bytes(params.forward, block_m, kHeadDim);
 }
 
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params) {
   if (large_variant_fits<kHeadDim>(params.forward.device))
-    launch_backward<kHeadDim, T, BackwardVariant::kLarge>(params);
+    launch_backward<kHeadDim, T, TileVariant::kLarge>(params);
   else
-    launch_backward<kHeadDim, T, BackwardVariant::kSmall>(params);
+    launch_backward<kHeadDim, T, TileVariant::kSmall>(params);
 }
 
 }  // namespace hf_flash2::sm80

@@ -2,8 +2,8 @@
 // Dao, arXiv 2307.08691, algorithm 1. Launched by forward_launch.cuh.
 //
 // One block computes kBlockM query rows of one head. Its warps split the rows (each kBlockM / kNWarps), so softmax needs no exchange
-// between warps. K and V blocks stream through shared memory from the last visible to the first: while S = Q K^T is computed, V is in
-// flight; while O += P V is computed, the next K is.
+// between warps. K and V blocks stream through two stages of shared memory, from the last visible to the first: while one block is computed
+// on, the next is in flight.
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
@@ -13,15 +13,20 @@
 
 namespace hf_flash2::sm80 {
 
-template <int kHeadDim>
-constexpr int kForwardSharedBytes = (ForwardTile<kHeadDim>::kBlockM + 2 * ForwardTile<kHeadDim>::kBlockN) * kHeadDim * 2;
+template <int kHeadDim, TileVariant kVariant>
+struct ForwardShape : ForwardTile<kHeadDim, kVariant> {
+  using Tile = ForwardTile<kHeadDim, kVariant>;
+  static constexpr int kThreads = Tile::kNWarps * 32;
+  static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2;  // one stage of K or V
+  static constexpr int kSharedBytes = Tile::kBlockM * kHeadDim * 2 + 4 * kKeyBytes;
+};
 
-template <int kHeadDim, typename T, bool kDropout>
-__global__ void __launch_bounds__(ForwardTile<kHeadDim>::kNWarps * 32, ForwardTile<kHeadDim>::kBlocksPerSm)
+template <int kHeadDim, typename T, TileVariant kVariant, bool kDropout>
+__global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, ForwardShape<kHeadDim, kVariant>::kBlocksPerSm)
     forward_kernel(const __grid_constant__ HfFlash2ForwardParams params) {
-  using Tile = ForwardTile<kHeadDim>;
-  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kThreads = Tile::kNWarps * 32;
-  constexpr int kRowsPerWarp = kBlockM / Tile::kNWarps;
+  using Shape = ForwardShape<kHeadDim, kVariant>;
+  constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN, kThreads = Shape::kThreads, kKeyBytes = Shape::kKeyBytes;
+  constexpr int kRowsPerWarp = kBlockM / Shape::kNWarps;
   constexpr int kMTiles = kRowsPerWarp / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
 
   // Grid: query blocks fastest, so that blocks of one head run together and share its K and V in L2; the last, longest rows first.
@@ -44,46 +49,37 @@ __global__ void __launch_bounds__(ForwardTile<kHeadDim>::kNWarps * 32, ForwardTi
   const T* gV = token_pointer<const T>(params.v, batch, head_k, seq_k.start);
 
   extern __shared__ __align__(128) char shared[];
-  const uint32_t sQ = shared_address(shared);             // [kBlockM, kHeadDim]; O on the way out
-  const uint32_t sK = sQ + kBlockM * kHeadDim * 2;        // [kBlockN, kHeadDim]
-  const uint32_t sV = sK + kBlockN * kHeadDim * 2;        // [kBlockN, kHeadDim]
+  const uint32_t sQ = shared_address(shared);       // [kBlockM, kHeadDim]; O on the way out
+  const uint32_t sK = sQ + kBlockM * kHeadDim * 2;  // 2 x [kBlockN, kHeadDim]
+  const uint32_t sV = sK + 2 * kKeyBytes;           // 2 x [kBlockN, kHeadDim]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp * kRowsPerWarp;              // first row of this warp in the block
   const int lane_row = row_begin + warp_row + lane / 4;  // first row of this lane in the sequence
 
-  auto load_keys = [&](int block) {
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sK, gK, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
-  };
-  auto load_values = [&](int block) {
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sV, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+  auto load_keys_and_values = [&](int block, uint32_t stage) {
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sK + stage, gK, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+    cp_async_commit();
   };
 
-  load_tile_async<kBlockM, kHeadDim, kThreads>(sQ, gQ, params.q.token_stride, row_begin, seq_q.length, params.head_dim);
-  if (key_block_begin < key_block_end) load_keys(key_block_end - 1);
-  cp_async_commit();
+  if (key_block_begin < key_block_end) {
+    load_tile_async<kBlockM, kHeadDim, kThreads>(sQ, gQ, params.q.token_stride, row_begin, seq_q.length, params.head_dim);
+    load_keys_and_values(key_block_end - 1, 0);
+  }
 
-  const RowsOfA<kHeadDim> q_fragments(sQ, warp_row);
-  const ColumnsOfB<kHeadDim> k_fragments(sK, 0);
-  const RowsOfB<kHeadDim> v_fragments(sV, 0);
   const float scale_log2 = params.softmax_scale * kLog2e;
-
   OnlineSoftmax<kMTiles> softmax;
   float out[kMTiles][kDTiles][4] = {};
 
-  for (int block = key_block_end - 1; block >= key_block_begin; --block) {
+  uint32_t stage = 0;  // byte offset of the block computed on
+  for (int block = key_block_end - 1; block >= key_block_begin; --block, stage ^= kKeyBytes) {
     cp_async_wait<0>();
-    __syncthreads();  // K (and at first Q) has arrived for every thread; nobody reads V of the last block any more
-    load_values(block);
-    cp_async_commit();
+    __syncthreads();  // this block (and at first Q) has arrived for every thread; nobody reads the other stage any more
+    if (block > key_block_begin) load_keys_and_values(block - 1, stage ^ kKeyBytes);
 
     float scores[kMTiles][kNTiles][4] = {};
-    multiply<T, kHeadDim / 16>(scores, q_fragments, 0, k_fragments, 0);
-
-    cp_async_wait<0>();
-    __syncthreads();  // V has arrived; nobody reads K any more
-    if (block > key_block_begin) load_keys(block - 1);
-    cp_async_commit();
+    multiply<T, kHeadDim / 16>(scores, RowsOfA<kHeadDim>(sQ, warp_row), 0, ColumnsOfB<kHeadDim>(sK + stage, 0), 0);
 
     const int key_begin = block * kBlockN;
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN)) mask.apply(scores, lane_row, key_begin + lane % 4 * 2);
@@ -92,7 +88,7 @@ __global__ void __launch_bounds__(ForwardTile<kHeadDim>::kNWarps * 32, ForwardTi
       const Dropout dropout(params, batch, head, lane);
       dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
     }
-    multiply_probabilities<T>(out, scores, v_fragments);
+    multiply_probabilities<T>(out, scores, RowsOfB<kHeadDim>(sV + stage, 0));
   }
 
   softmax.finish(out, scale_log2, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
@@ -110,7 +106,6 @@ __global__ void __launch_bounds__(ForwardTile<kHeadDim>::kNWarps * 32, ForwardTi
   }
 
   // O leaves through the rows of Q that only this warp has read.
-  cp_async_wait<0>();
   __syncwarp();
   write_accumulators<T, kHeadDim>(sQ, out, warp_row, 0);
   __syncwarp();

@@ -1,4 +1,4 @@
-// Launch of the mma.sync forward: grid and the choice between the plain and the dropout kernel.
+// Launch of the mma.sync forward: grid, the choice of tile variant and that between the plain and the dropout kernel.
 #pragma once
 #include "launch.h"
 #include "sm80/forward.cuh"
@@ -6,20 +6,26 @@
 
 namespace hf_flash2::sm80 {
 
-template <int kHeadDim, typename T, bool kDropout>
+template <int kHeadDim, typename T, TileVariant kVariant>
 void launch_forward(const HfFlash2ForwardParams& params) {
-  using Tile = ForwardTile<kHeadDim>;
-  const int64_t blocks = ceil_div(params.max_seqlen_q, Tile::kBlockM) * params.heads_q * params.batch;
-  launch<forward_kernel<kHeadDim, T, kDropout>>(params, blocks, Tile::kNWarps * 32, kForwardSharedBytes<kHeadDim>, params.device,
-                                                params.stream, "attention forward");
+  using Shape = ForwardShape<kHeadDim, kVariant>;
+  const int64_t blocks = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
+  if (params.dropout_p > 0.f)
+    launch<forward_kernel<kHeadDim, T, kVariant, true>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
+                                                        "attention forward");
+  else
+    launch<forward_kernel<kHeadDim, T, kVariant, false>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device,
+                                                         params.stream, "attention forward");
 }
 
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
-  if (params.dropout_p > 0.f)
-    launch_forward<kHeadDim, T, true>(params);
-  else
-    launch_forward<kHeadDim, T, false>(params);
+  using Large = ForwardShape<kHeadDim, TileVariant::kLarge>;
+  if constexpr (kForwardHasSmall<kHeadDim>) {
+    if (shared_memory_per_block(params.device) < Large::kSharedBytes * Large::kBlocksPerSm)
+      return launch_forward<kHeadDim, T, TileVariant::kSmall>(params);
+  }
+  launch_forward<kHeadDim, T, TileVariant::kLarge>(params);
 }
 
 }  // namespace hf_flash2::sm80
