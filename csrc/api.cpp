@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <string>
@@ -11,6 +12,8 @@
 
 #include "dispatch.h"
 #include "sm80/run.h"
+#include "sm90/run.h"
+#include "sm90/tensor_map.h"
 
 #ifndef HF_FLASH2_VERSION
 #define HF_FLASH2_VERSION "unknown"
@@ -76,6 +79,7 @@ void check_forward(const HfFlash2ForwardParams& p) {
     reject("heads_q", "a multiple of heads_k", std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
   if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0)
     reject("head_dim", "a multiple of 8, at most 256", std::to_string(p.head_dim));
+  if (p.head_dim_v != p.head_dim) reject("head_dim_v", "equal to head_dim (pad v)", std::to_string(p.head_dim_v));
   if (!(p.softmax_scale > 0.f) || p.softmax_scale > 3e38f)
     reject("softmax_scale", "finite and positive (negate q instead)", std::to_string(p.softmax_scale));
   if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
@@ -88,7 +92,6 @@ void check_forward(const HfFlash2ForwardParams& p) {
   check_tensor("k", p.k, packed);
   check_tensor("v", p.v, packed);
   check_tensor("out", p.out, packed);
-  if (p.family == kSm90) throw LaunchError(kErrorUnsupported, "this build has no sm90 kernel family; unset HF_FLASH2_FAMILY or set it to sm80");
 }
 
 void check_backward(const HfFlash2BackwardParams& p) {
@@ -99,6 +102,38 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dq", p.dq, packed);
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
+}
+
+// The Hopper family is there when its architecture was built.
+constexpr bool contains(const char* text, const char* word) {
+  for (; *text != '\0'; ++text) {
+    const char *t = text, *w = word;
+    while (*w != '\0' && *t == *w) ++t, ++w;
+    if (*w == '\0') return true;
+  }
+  return false;
+}
+constexpr bool kHasSm90 = contains(HF_FLASH2_ARCHS, "sm_90a");
+
+// Why the Hopper forward cannot run this call, or null when it can.
+const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
+  if (!kHasSm90) return "it was not built (sm_90a is not among the architectures of this library)";
+  if (compute_capability(p.device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (p.dropout_p > 0.f) return "it has no dropout";
+  const bool packed = p.sequences_q.cu_seqlens != nullptr;
+  const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;
+  if (!sm90::tma_can_read(p.q, tokens_q, p.heads_q, batch) || !sm90::tma_can_read(p.k, tokens_k, p.heads_k, batch) ||
+      !sm90::tma_can_read(p.v, tokens_k, p.heads_k, batch))
+    return "TMA cannot read q, k or v (empty, or expanded with stride 0)";
+  return nullptr;
+}
+
+HfFlash2Family choose_forward_family(const HfFlash2ForwardParams& p) {
+  if (p.family == kSm80) return kSm80;
+  const char* reason = reason_not_sm90(p);
+  if (reason != nullptr && p.family == kSm90)
+    throw LaunchError(kErrorUnsupported, std::string("HF_FLASH2_FAMILY=sm90, but the Hopper family cannot run this: ") + reason);
+  return reason == nullptr ? kSm90 : kSm80;
 }
 
 int64_t workspace_bytes(const HfFlash2BackwardParams& params) {
@@ -123,16 +158,37 @@ auto guarded(const F& f) -> decltype(f()) {
 
 }  // namespace
 
+namespace {
+
+// A device attribute, asked of the runtime once per device.
+int device_attribute(cudaDeviceAttr attribute, int device, std::atomic<int> (&known)[64], const char* name) {
+  std::atomic<int>& entry = known[device % 64];
+  int value = entry.load(std::memory_order_relaxed);
+  if (value == 0) {
+    check_cuda(cudaDeviceGetAttribute(&value, attribute, device), name);
+    entry.store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+}  // namespace
+
 int shared_memory_per_block(int device) {
   static std::atomic<int> known[64];
-  std::atomic<int>& entry = known[device % 64];
-  int bytes = entry.load(std::memory_order_relaxed);
-  if (bytes == 0) {
-    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "reading the shared memory size");
-    if (const char* limit = std::getenv("HF_FLASH2_SHARED_MEMORY_LIMIT")) bytes = std::min(bytes, std::atoi(limit));
-    entry.store(bytes, std::memory_order_relaxed);
-  }
-  return bytes;
+  static const char* limit = std::getenv("HF_FLASH2_SHARED_MEMORY_LIMIT");
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, known, "reading the shared memory size");
+  return limit != nullptr ? std::min(bytes, std::atoi(limit)) : bytes;
+}
+
+int multiprocessors(int device) {
+  static std::atomic<int> known[64];
+  return device_attribute(cudaDevAttrMultiProcessorCount, device, known, "counting multiprocessors");
+}
+
+int compute_capability(int device) {
+  static std::atomic<int> major[64], minor[64];
+  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, device, major, "reading the compute capability") +
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device, minor, "reading the compute capability");
 }
 
 }  // namespace hf_flash2
@@ -143,10 +199,17 @@ int hf_flash2_forward(const HfFlash2ForwardParams* params) {
   return guarded([&]() -> int {
     check_forward(*params);
     const DeviceGuard guard(params->device);
+    const HfFlash2Family family = choose_forward_family(*params);
     dispatch_head_dim<void>(params->head_dim, [&](auto head_dim) {
-      dispatch_dtype(params->dtype, [&](auto dtype) { sm80::run_forward<decltype(head_dim)::value, decltype(dtype)>(*params); });
+      dispatch_dtype(params->dtype, [&](auto dtype) {
+        constexpr int kHeadDim = decltype(head_dim)::value;
+        if constexpr (kHasSm90) {
+          if (family == kSm90) return sm90::run_forward<kHeadDim, decltype(dtype)>(*params);
+        }
+        sm80::run_forward<kHeadDim, decltype(dtype)>(*params);
+      });
     });
-    return kSm80;
+    return family;
   });
 }
 
@@ -185,11 +248,9 @@ int hf_flash2_check_device(int device) {
     check_cuda(cudaGetDeviceCount(&count), "looking for GPUs");
     if (device < 0 || device >= count)
       throw LaunchError(kErrorUnsupported, "there is no GPU " + std::to_string(device) + " (" + std::to_string(count) + " found)");
-    int major = 0, minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "reading the compute capability");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "reading the compute capability");
-    const std::string capability = std::to_string(major) + "." + std::to_string(minor);
-    if (major < 8)
+    const int version = compute_capability(device);
+    const std::string capability = std::to_string(version / 10) + "." + std::to_string(version % 10);
+    if (version < 80)
       throw LaunchError(kErrorUnsupported, "GPU " + std::to_string(device) + " has compute capability " + capability +
                                                "; the kernels need 8.0 (Ampere) or newer: use attn_implementation='sdpa' on this GPU");
     const DeviceGuard guard(device);
@@ -201,8 +262,11 @@ int hf_flash2_check_device(int device) {
 }
 
 const char* hf_flash2_build_info(void) {
-  return "{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
-         "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"]}";
+  static const std::string info =
+      std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
+         "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
+      (kHasSm90 ? ", \"sm90\"]}" : "]}");
+  return info.c_str();
 }
 
 const char* hf_flash2_last_error(void) { return last_error.c_str(); }

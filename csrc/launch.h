@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,11 @@ inline void allow_shared_memory(const void* kernel, int bytes, int device, std::
 
 // Shared memory one block may use, opted in, in bytes. HF_FLASH2_SHARED_MEMORY_LIMIT lowers it, to test the tiles of smaller GPUs.
 int shared_memory_per_block(int device);
+
+int multiprocessors(int device);
+
+// 10 * major + minor, e.g. 90 for Hopper.
+int compute_capability(int device);
 
 // Whether this library holds machine code, or PTX the driver can compile, for the current device.
 bool has_code_for_current_device();

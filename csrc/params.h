@@ -49,10 +49,12 @@ typedef struct HfFlash2ForwardParams {
   int32_t batch;
   int32_t heads_q;
   int32_t heads_k;       // divides heads_q
-  int32_t head_dim;      // a multiple of 8, at most 256; the same for q, k and v
+  int32_t head_dim;      // of q and k: a multiple of 8, at most 256
+  int32_t head_dim_v;    // of v and out; equal to head_dim in this version
   int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
   int32_t max_seqlen_k;
   int32_t total_q;      // Tq when packed, else 0
+  int32_t total_k;      // Tk when packed, else 0
   int32_t window_left;  // keys visible left of the diagonal, -1 = all. The diagonal is aligned to the bottom-right corner
   int32_t window_right;  // keys visible right of the diagonal, -1 = all; 0 = causal
   int32_t family;        // HfFlash2Family: which kernels to use; kAuto lets the library choose

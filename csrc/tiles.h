@@ -96,3 +96,33 @@ struct BackwardTile<256, TileVariant::kSmall> {
 };
 
 }  // namespace hf_flash2::sm80
+
+namespace hf_flash2::sm90 {
+
+// Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers + 2 kStages N) * D' * 2
+// bytes of 227 KB, D' = D rounded up to 64. Accumulator registers of a consumer thread: S = N / 2, P = N / 4, O = D / 2, of 240 with two
+// consumers, of 160 with three.
+template <int kHeadDim>
+struct ForwardTile;
+template <>
+struct ForwardTile<64> {
+  static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2;
+};
+template <>
+struct ForwardTile<96> {
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+};
+template <>
+struct ForwardTile<128> {
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+};
+template <>
+struct ForwardTile<192> {
+  static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2;
+};
+template <>
+struct ForwardTile<256> {
+  static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2;
+};
+
+}  // namespace hf_flash2::sm90

@@ -369,6 +369,8 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
     instantiate = _load_by_path("hf_flash2_instantiate", csrc / "instantiate.py")
     head_dims = parse_head_dims(head_dims_text, instantiate.HEAD_DIMS)
     of_family = {family: tuple(arch for arch in archs if arch.family == family) for family in ("sm80", "sm90")}
+    for name, text in instantiate.headers().items():
+        _write_if_changed(folder / "generated" / name, text)
     jobs = []
     for unit in instantiate.units(head_dims):
         if of_family[unit.family]:
@@ -398,7 +400,7 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, jobs: list[Job]) ->
     nvcc = ["toolkit/bin/nvcc", "-ccbin", find_host_compiler()]
     includes = [flag for path in ("include", "include/cccl") if (toolkit.root / path).is_dir() for flag in ("-isystem", f"toolkit/{path}")]
     libraries = [f"-Ltoolkit/{path}" for path in ("lib64", "lib") if (toolkit.root / path).is_dir()]
-    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), _define(f'HF_FLASH2_TOOLKIT="{toolkit.version}"')]
+    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), "-I", "generated", _define(f'HF_FLASH2_TOOLKIT="{toolkit.version}"')]
     # --exclude-libs hides the static CUDA runtime from the one that torch loads; -z defs finds a missing kernel now and not at load time.
     link_flags = [*nvcc, "-shared", "-cudart", "static", *libraries, "-Xlinker", "--exclude-libs=ALL,-z,defs,-s"]
     lines = [

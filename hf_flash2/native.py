@@ -17,7 +17,7 @@ FAMILIES = {"auto": 0, "sm80": 80, "sm90": 90}
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
 # Layouts of csrc/params.h, in order. Q = pointer or size, q = int64, i = int32, f = float.
-_FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiff")
+_FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
 
@@ -179,8 +179,8 @@ def _pack_forward(
         pointer_k if packed else 0, 0 if packed else pointer_k,
         _pointer(key_mask), key_mask.stride(0) if key_mask is not None else 0,
         _pointer(rng_state),
-        q.device.index, _DTYPES[q.dtype], batch, q.shape[-2], k.shape[-2], q.shape[-1],
-        max_seqlen_q, max_seqlen_k, q.shape[0] if packed else 0, window_left, window_right, forced_family(),
+        q.device.index, _DTYPES[q.dtype], batch, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1],
+        max_seqlen_q, max_seqlen_k, q.shape[0] if packed else 0, k.shape[0] if packed else 0, window_left, window_right, forced_family(),
         softmax_scale, dropout_p,
     )  # fmt: skip
 

@@ -9,6 +9,13 @@
 
 namespace hf_flash2 {
 
+// The byte at `pointer`, or `otherwise` when `valid` is false; without a branch.
+__device__ __forceinline__ uint32_t load_or(const uint8_t* pointer, bool valid, uint32_t otherwise) {
+  uint32_t value = otherwise;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.u8 %0, [%1];\n}" : "+r"(value) : "l"(pointer), "r"(int(valid)));
+  return value;
+}
+
 struct Mask {
   const HfFlash2ForwardParams& params;  // in constant memory: what is read from it costs no registers
   int len_q;
@@ -43,6 +50,14 @@ struct Mask {
     return max(0, last_row + block_m) / block_m;
   }
 
+  // Key blocks [begin, end) that every row of [row_begin, row_end) sees whole: no mask is needed there.
+  __device__ __forceinline__ int unmasked_block_begin(int row_end, int block_n) const {
+    return (max(0, row_end - 1 + shift() - left()) + block_n - 1) / block_n;
+  }
+  __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const {
+    return visible != nullptr ? 0 : max(0, last_key(row_begin) + 1) / block_n;
+  }
+
   // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked.
   __device__ __forceinline__ bool needed(int row_begin, int row_end, int key_begin, int key_end) const {
     return visible != nullptr || key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();
@@ -66,13 +81,13 @@ struct Mask {
         }
       }
     }
-    if (visible == nullptr) return;
+    // NOTE: no branch on `visible` here: sm90 calls this between the issue of a wgmma and its wait, where a branch makes ptxas serialise.
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int j = key + n * 8 + c;
-        if (j < len_k && visible[j] != 0) continue;
+        if (load_or(visible + j, visible != nullptr && j < len_k, 1) != 0) continue;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) scores[m][n][c] = scores[m][n][2 + c] = -INFINITY;
       }

@@ -32,9 +32,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // scores <- exp2((scores - max) * scale); out is rescaled to the new maximum, not yet normalised.
-  template <int kNTiles, int kDTiles>
-  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kDTiles][4], float scale_log2) {
+  // scores <- exp2((scores - max) * scale). `rescale` is what the unnormalised out of earlier blocks has to be multiplied with.
+  template <int kNTiles>
+  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&rescale)[kMTiles][2], float scale_log2) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -45,9 +45,9 @@ struct OnlineSoftmax {
         block_max = quad_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
         // NOTE: a row that has seen no key yet keeps max = -inf; subtracting 0 instead gives exp2(-inf) = 0, never -inf - (-inf).
         const float scaled_max = block_max == -INFINITY ? 0.f : block_max * scale_log2;
-        const float rescale = exp2_approx(row_max[m][half] * scale_log2 - scaled_max);
+        rescale[m][half] = exp2_approx(row_max[m][half] * scale_log2 - scaled_max);
         row_max[m][half] = block_max;
-        float sum = row_sum[m][half] * rescale;
+        float sum = row_sum[m][half] * rescale[m][half];
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
@@ -57,34 +57,33 @@ struct OnlineSoftmax {
           }
         }
         row_sum[m][half] = sum;
-#pragma unroll
-        for (int d = 0; d < kDTiles; ++d) {
-          out[m][d][half * 2] *= rescale;
-          out[m][d][half * 2 + 1] *= rescale;
-        }
       }
     }
   }
 
-  // Completes the row sums, normalises out (times out_scale: 1 / keep probability under dropout) and returns the natural-log lse of each
-  // row in place of row_max. A row that saw no key: out 0, lse +inf.
-  template <int kDTiles>
-  __device__ __forceinline__ void finish(float (&out)[kMTiles][kDTiles][4], float scale_log2, float out_scale) {
+  // Completes the row sums and leaves the natural-log lse of each row in row_max. `rescale` is what normalises out: out_scale / sum
+  // (out_scale: 1 / keep probability under dropout). A row that saw no key: rescale 0, lse +inf.
+  __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float scale_log2, float out_scale) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = quad_reduce(row_sum[m][half], [](float a, float b) { return a + b; });
-        const float inverse = sum == 0.f ? 0.f : out_scale / sum;
+        rescale[m][half] = sum == 0.f ? 0.f : out_scale / sum;
         row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] * scale_log2 + log2f(sum)) * kLn2;
-#pragma unroll
-        for (int d = 0; d < kDTiles; ++d) {
-          out[m][d][half * 2] *= inverse;
-          out[m][d][half * 2 + 1] *= inverse;
-        }
       }
     }
   }
 };
+
+template <int kMTiles, int kDTiles>
+__device__ __forceinline__ void scale_rows(float (&out)[kMTiles][kDTiles][4], const float (&factor)[kMTiles][2]) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int d = 0; d < kDTiles; ++d)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out[m][d][c] *= factor[m][c / 2];
+}
 
 }  // namespace hf_flash2

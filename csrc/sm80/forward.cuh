@@ -83,7 +83,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 
     const int key_begin = block * kBlockN;
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN)) mask.apply(scores, lane_row, key_begin + lane % 4 * 2);
-    softmax.update(scores, out, scale_log2);
+    float rescale[kMTiles][2];
+    softmax.update(scores, rescale, scale_log2);
+    scale_rows(out, rescale);
     if constexpr (kDropout) {
       const Dropout dropout(params, batch, head, lane);
       dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
@@ -91,7 +93,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
     multiply_probabilities<T>(out, scores, RowsOfB<kHeadDim>(sV + stage, 0));
   }
 
-  softmax.finish(out, scale_log2, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
+  float normalise[kMTiles][2];
+  softmax.finish(normalise, scale_log2, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
+  scale_rows(out, normalise);
 
   if (lane % 4 == 0) {
     float* lse = params.softmax_lse + batch * params.lse_batch_stride + head * params.lse_head_stride + seq_q.start;

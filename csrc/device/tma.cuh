@@ -1,0 +1,22 @@
+// The bulk tensor copy engine (sm_90). PTX ISA: "cp.async.bulk.tensor".
+#pragma once
+#include <cuda.h>
+#include <stdint.h>
+
+namespace hf_flash2 {
+
+__device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+// Copies the box at (column, token, head, batch) of a 4-D map into shared memory and counts its bytes on `barrier`. Elements outside the
+// tensor arrive as zeros. Issued by one thread.
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int column, int token, int head,
+                                         int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+}  // namespace hf_flash2

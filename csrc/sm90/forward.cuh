@@ -1,0 +1,287 @@
+// FlashAttention-2 forward for Hopper: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 1; the overlap of
+// softmax with products follows Shah et al., FlashAttention-3, arXiv 2407.08608, section 3. Launched by forward_launch.cuh.
+//
+// The last warpgroup loads: one thread keeps a ring of K and a ring of V stages filled. The others compute, 64 query rows each. Inside one,
+// S of the next key block is issued together with O += P V of the last, and softmax runs while that product does; across them, a ring of
+// named barriers makes them take turns at issuing, so that one computes softmax while another has the tensor cores.
+// A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early.
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "device/cp_async.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
+#include "device/warpgroup.cuh"
+#include "sm90/scheduler.h"
+#include "sm90/store.cuh"
+#include "tiles.h"
+#include "wgmma.cuh"
+
+namespace hf_flash2::sm90 {
+
+struct ForwardArguments {
+  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
+  HfFlash2ForwardParams params;
+  TileScheduler scheduler;
+};
+
+template <int kHeadDim>
+struct ForwardShape : ForwardTile<kHeadDim> {
+  using Tile = ForwardTile<kHeadDim>;
+  static constexpr int kBlockM = Tile::kConsumers * 64;
+  static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
+  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
+  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kKeyBytes = kKeyPanelBytes * kPanels;  // one stage of K or V
+  static constexpr int kBarriers = 2 + 4 * Tile::kStages;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * Tile::kStages * kKeyBytes + kBarriers * 8;
+  static constexpr int kLoaderRegisters = Tile::kConsumers == 2 ? 24 : 32, kConsumerRegisters = Tile::kConsumers == 2 ? 240 : 160;
+};
+
+// Shared-memory addresses: tiles, then barriers. "full": the copy has landed; "empty": every consumer is done with it.
+template <int kHeadDim>
+struct ForwardShared {
+  using Shape = ForwardShape<kHeadDim>;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return k(2 * Shape::kStages) + i * 8; }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2 + Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 + 2 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
+};
+
+// What a query block is: the same for loader and consumers.
+struct ForwardTask {
+  int batch, head, row_begin;
+  Sequence q, k;
+  Mask mask;
+  int key_block_begin, key_block_end;
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ ForwardTask make(const HfFlash2ForwardParams& params, int query_block, int batch_head) {
+    const int batch = batch_head / params.heads_q, row_begin = query_block * kBlockM;
+    const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
+    const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
+    const Mask mask(params, batch, q, k);
+    return {batch, batch_head % params.heads_q, row_begin, q, k, mask, mask.key_block_begin(row_begin, kBlockN),
+            row_begin < q.length ? mask.key_block_end(row_begin + kBlockM, kBlockN) : 0};
+  }
+  __device__ __forceinline__ int key_blocks() const { return max(0, key_block_end - key_block_begin); }
+};
+
+// Calls f(query_block, batch_head) for every tile of this thread block.
+template <typename F>
+__device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const F& f) {
+  const int units = scheduler.units();
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
+      int query_block, batch_head;
+      if (scheduler.tile(unit, part, query_block, batch_head)) f(query_block, batch_head);
+    }
+  }
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<kHeadDim>& shared) {
+  using Shape = ForwardShape<kHeadDim>;
+  constexpr int kStages = Shape::kStages;
+  const HfFlash2ForwardParams& params = arguments.params;
+  const bool packed = params.sequences_q.cu_seqlens != nullptr;
+  int use = 0, query_use = 0;  // key blocks and query blocks loaded so far
+
+  for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(params, query_block, batch_head);
+    const int head_k = task.head / (params.heads_q / params.heads_k), map_batch = packed ? 0 : task.batch;
+    for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
+      const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
+      const int token = task.k.start + block * Shape::kBlockN;
+      mbarrier_wait(shared.k_empty(stage), released);
+      mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
+      for (int panel = 0; panel < Shape::kPanels; ++panel)
+        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
+      if (block == task.key_block_end - 1) {
+        mbarrier_wait(shared.q_empty(), (query_use & 1) ^ 1);
+        mbarrier_arrive_expect(shared.q_full(), Shape::kQueryBytes);
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+          tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.q.start + task.row_begin,
+                   task.head, map_batch);
+        ++query_use;
+      }
+      mbarrier_wait(shared.v_empty(stage), released);
+      mbarrier_arrive_expect(shared.v_full(stage), Shape::kKeyBytes);
+      for (int panel = 0; panel < Shape::kPanels; ++panel)
+        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
+    }
+  });
+}
+
+// Zeros the rows of a V stage from row_end on: behind a sequence lies another one or padding, and 0 * NaN would be NaN.
+template <int kHeadDim>
+__device__ __forceinline__ void clear_value_rows(uint32_t v, int row_end) {
+  using Shape = ForwardShape<kHeadDim>;
+  constexpr int kChunks = Shape::kBlockN * 8 * Shape::kPanels;  // of 16 bytes
+  for (int i = threadIdx.x; i < kChunks; i += Shape::kConsumers * 128) {
+    if (i / 8 % Shape::kBlockN >= row_end) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + i * 16), "r"(0) : "memory");
+  }
+  async_proxy_fence();
+  named_barrier_sync(1, Shape::kConsumers * 128);
+}
+
+template <int kHeadDim, typename T>
+__device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<kHeadDim>& shared) {
+  using Shape = ForwardShape<kHeadDim>;
+  constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
+  const HfFlash2ForwardParams& params = arguments.params;
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
+  const bool elected = threadIdx.x % 128 == 0;
+  const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
+  const float scale_log2 = params.softmax_scale * kLog2e;
+
+  float scores[1][kBlockN / 8][4], out[1][kHeadDim / 8][4], rescale[1][2];
+  uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
+
+  const auto issue_scores = [&](int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k)
+      WgmmaShared<T, kBlockN>::multiply(&scores[0][0][0],
+                                        panel_descriptor(shared.q() + group * 8192 + k / 4 * Shape::kQueryPanelBytes + k % 4 * 32),
+                                        panel_descriptor(shared.k(stage) + k / 4 * Shape::kKeyPanelBytes + k % 4 * 32), k > 0);
+    wgmma_commit();
+  };
+  const auto issue_output = [&](int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockN / 16; ++k)
+      WgmmaRegisters<T, kHeadDim>::multiply(&out[0][0][0], probabilities + k * 4,
+                                            panel_descriptor(shared.v(stage) + k * 2048, Shape::kKeyPanelBytes), 1);
+    wgmma_commit();
+  };
+  const auto round_probabilities = [&] {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) probabilities[i] = pack<T>((&scores[0][0][0])[2 * i], (&scores[0][0][0])[2 * i + 1]);
+  };
+  // Turns: barrier 2 + i is warpgroup i's. Whoever has issued its products gives the turn to the next.
+  const auto wait_turn = [&] { named_barrier_sync(2 + group, 256); };
+  const auto pass_turn = [&] { named_barrier_arrive(2 + (group + 1) % kConsumers, 256); };
+  if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
+
+  int use = 0, query_use = 0;  // key blocks and query blocks computed so far
+  for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(params, query_block, batch_head);
+    if (task.row_begin >= task.q.length) return;
+    const int row = task.row_begin + group_row;
+    OnlineSoftmax<1> softmax;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) (&out[0][0][0])[i] = 0.f;
+
+    if (task.key_blocks() > 0) {
+      int block = task.key_block_end - 1;
+      if (ragged && (block + 1) * kBlockN > task.k.length) {
+        mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
+        clear_value_rows<kHeadDim>(shared.v(use % kStages), task.k.length - block * kBlockN);
+      }
+      mbarrier_wait(shared.q_full(), query_use & 1);
+      mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
+      wait_turn();
+      issue_scores(use % kStages);
+      pass_turn();
+      wgmma_wait<0>();
+      wgmma_use<kBlockN / 2>(&scores[0][0][0]);
+      if (elected) {
+        mbarrier_arrive(shared.k_empty(use % kStages));
+        if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
+      }
+      task.mask.apply(scores, row, block * kBlockN + lane % 4 * 2);
+      softmax.update(scores, rescale, scale_log2);
+      round_probabilities();
+
+      // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
+      const auto advance = [&](auto masked) {
+        const int stage_v = use % kStages, parity_v = use / kStages & 1;
+        ++use;
+        const int stage_k = use % kStages, parity_k = use / kStages & 1;
+        mbarrier_wait(shared.v_full(stage_v), parity_v);
+        mbarrier_wait(shared.k_full(stage_k), parity_k);
+        wait_turn();
+        issue_scores(stage_k);
+        issue_output(stage_v);
+        pass_turn();
+        wgmma_wait<1>();
+        wgmma_use<kBlockN / 2>(&scores[0][0][0]);
+        if (elected) {
+          mbarrier_arrive(shared.k_empty(stage_k));
+          if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
+        }
+        if constexpr (decltype(masked)::value) task.mask.apply(scores, row, block * kBlockN + lane % 4 * 2);
+        softmax.update(scores, rescale, scale_log2);
+        wgmma_wait<0>();
+        wgmma_use<kHeadDim / 2>(&out[0][0][0]);
+        if (elected) mbarrier_arrive(shared.v_empty(stage_v));
+        scale_rows(out, rescale);
+        round_probabilities();
+      };
+      const int unmasked_end = max(task.key_block_begin, task.mask.unmasked_block_end(task.row_begin, kBlockN));
+      const int unmasked_begin = max(task.key_block_begin, task.mask.unmasked_block_begin(task.row_begin + Shape::kBlockM, kBlockN));
+      for (--block; block >= unmasked_end; --block) advance(std::true_type{});
+      for (; block >= unmasked_begin; --block) advance(std::false_type{});
+      for (; block >= task.key_block_begin; --block) advance(std::true_type{});
+
+      const int stage_v = use % kStages;
+      mbarrier_wait(shared.v_full(stage_v), use / kStages & 1);
+      issue_output(stage_v);
+      softmax.finish(rescale, scale_log2, 1.f);
+      wgmma_wait<0>();
+      wgmma_use<kHeadDim / 2>(&out[0][0][0]);
+      if (elected) mbarrier_arrive(shared.v_empty(stage_v));
+      ++use, ++query_use;
+    } else {
+      softmax.finish(rescale, scale_log2, 1.f);
+    }
+    scale_rows(out, rescale);
+
+    float* lse = params.softmax_lse + task.batch * params.lse_batch_stride + task.head * params.lse_head_stride + task.q.start;
+    T* gO = token_pointer<T>(params.out, task.batch, task.head, task.q.start);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (lane % 4 == 0 && row + half * 8 < task.q.length) lse[row + half * 8] = softmax.row_max[0][half];
+      store_row(out[0], half, gO + (row + half * 8) * params.out.token_stride, row + half * 8 < task.q.length, params.head_dim);
+    }
+  });
+  if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match
+}
+
+template <int kHeadDim, typename T>
+__global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  using Shape = ForwardShape<kHeadDim>;
+  extern __shared__ __align__(1024) char memory[];
+  const ForwardShared<kHeadDim> shared{shared_address(memory)};
+  if (threadIdx.x == 0) {
+    mbarrier_init(shared.q_full(), 1);
+    mbarrier_init(shared.q_empty(), Shape::kConsumers);
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      mbarrier_init(shared.k_full(stage), 1);
+      mbarrier_init(shared.v_full(stage), 1);
+      mbarrier_init(shared.k_empty(stage), Shape::kConsumers);
+      mbarrier_init(shared.v_empty(stage), Shape::kConsumers);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= Shape::kConsumers * 128) {
+    give_registers<Shape::kLoaderRegisters>();
+    if (threadIdx.x == Shape::kConsumers * 128) load_tiles<kHeadDim>(arguments, shared);
+  } else {
+    take_registers<Shape::kConsumerRegisters>();
+    compute_tiles<kHeadDim, T>(arguments, shared);
+  }
+}
+
+}  // namespace hf_flash2::sm90

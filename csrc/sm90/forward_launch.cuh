@@ -1,0 +1,37 @@
+// Launch of the Hopper forward: tensor maps, tile order and grid.
+#pragma once
+#include "launch.h"
+#include "sm90/forward.cuh"
+#include "sm90/run.h"
+#include "sm90/tensor_map.h"
+
+namespace hf_flash2::sm90 {
+
+template <int kHeadDim, typename T>
+void run_forward(const HfFlash2ForwardParams& params) {
+  using Shape = ForwardShape<kHeadDim>;
+  const bool packed = params.sequences_q.cu_seqlens != nullptr, ragged = packed || params.sequences_q.ranges || params.sequences_k.ranges;
+  const int tokens_q = packed ? params.total_q : params.max_seqlen_q, tokens_k = packed ? params.total_k : params.max_seqlen_k;
+  const int batch = packed ? 1 : params.batch;
+
+  ForwardArguments arguments;
+  arguments.q = make_tensor_map(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch, Shape::kBlockM);
+  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
+  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
+  arguments.params = params;
+
+  // Dense: one thread block per multiprocessor walks equal shares. Ragged: lengths are known on the device only, so every query block gets a
+  // thread block and the hardware balances. Causal work grows with the row: pairs make it equal, longest first lets the short fill up.
+  const bool triangular = params.window_right >= 0 && params.window_left < 0;
+  TileScheduler& scheduler = arguments.scheduler;
+  scheduler.order = !triangular ? TileOrder::kByHead : ragged ? TileOrder::kLongestFirst : TileOrder::kPairs;
+  scheduler.query_blocks = static_cast<int>(ceil_div(params.max_seqlen_q, Shape::kBlockM));
+  scheduler.heads = params.heads_q * params.batch;
+  scheduler.group = 16;
+  const int64_t units = scheduler.units();
+  const int64_t blocks = ragged ? units : std::min<int64_t>(units, multiprocessors(params.device));
+  launch<forward_kernel<kHeadDim, T>>(arguments, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
+                                      "attention forward, sm90");
+}
+
+}  // namespace hf_flash2::sm90

@@ -1,0 +1,41 @@
+// Accumulator rows to global memory, straight from registers: the four lanes that share a row exchange 8-column pieces so that each writes
+// 16 contiguous bytes. No shared memory and no barrier, so the next tile's loads never wait for it.
+#pragma once
+#include "device/convert.cuh"
+
+namespace hf_flash2::sm90 {
+
+// In: lane t of a quad holds columns 2t, 2t + 1 of four 8-column tiles. Out: lane t holds all 8 columns of tile t.
+__device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const uint32_t a = __shfl_xor_sync(0xffffffffu, odd ? r[0] : r[1], 1);
+  const uint32_t b = __shfl_xor_sync(0xffffffffu, odd ? r[2] : r[3], 1);
+  if (odd)
+    r[0] = a, r[2] = b;
+  else
+    r[1] = a, r[3] = b;
+  // r[2 i + j]: the piece of lane (t & ~1) + j of tile 2 i + (t & 1)
+  const uint32_t c = __shfl_xor_sync(0xffffffffu, high ? r[0] : r[2], 2);
+  const uint32_t d = __shfl_xor_sync(0xffffffffu, high ? r[1] : r[3], 2);
+  if (high)
+    r[0] = c, r[1] = d;
+  else
+    r[2] = c, r[3] = d;
+}
+
+// Writes row lane / 4 + 8 * half of a warp's accumulators [16, kDTiles * 8], rounded to T, leaving out columns from `columns` on.
+template <typename T, int kDTiles>
+__device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half, T* row, bool valid, int columns) {
+  static_assert(kDTiles % 4 == 0, "tiles are exchanged four at a time");
+#pragma unroll
+  for (int tile = 0; tile < kDTiles; tile += 4) {
+    uint32_t pieces[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pieces[i] = pack<T>(c[tile + i][half * 2], c[tile + i][half * 2 + 1]);
+    transpose_quad(pieces);
+    const int column = (tile + threadIdx.x % 4) * 8;
+    if (valid && column < columns) *reinterpret_cast<uint4*>(row + column) = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
+  }
+}
+
+}  // namespace hf_flash2::sm90

@@ -1,0 +1,44 @@
+// Host side of TMA: the tensor maps of q, k, v, made from their strides. PTX ISA: "Tensor-map"; CUDA driver API: cuTensorMapEncodeTiled.
+#pragma once
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include "launch.h"
+
+namespace hf_flash2::sm90 {
+
+// Taken from the driver at run time, so that the library does not link to libcuda and loads on machines without one.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
+               "looking for cuTensorMapEncodeTiled");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+// Whether TMA can read a tensor of these sizes: it knows no stride 0 along a dimension with more than one element (expanded tensors).
+inline bool tma_can_read(const HfFlash2Tensor& tensor, int tokens, int heads, int batch) {
+  return (tensor.token_stride != 0 || tokens == 1) && (tensor.head_stride != 0 || heads == 1) && (tensor.batch_stride != 0 || batch == 1) &&
+         tokens > 0;
+}
+
+// Map over [batch, heads, tokens, head_dim] whose box is 64 columns of `rows` tokens, with the 128-byte swizzle of panel_descriptor().
+inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch, int rows) {
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(heads),
+                               static_cast<cuuint64_t>(batch)};
+  // A dimension of one element is never stepped along; TMA still wants a stride that is a positive multiple of 16 bytes.
+  const auto bytes = [](int64_t stride, int size) { return static_cast<cuuint64_t>(size == 1 || stride == 0 ? 16 : stride * 2); };
+  const cuuint64_t strides[3] = {bytes(tensor.token_stride, tokens), bytes(tensor.head_stride, heads), bytes(tensor.batch_stride, batch)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, tensor.data, sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw LaunchError(kErrorCuda, "making a tensor map: driver error " + std::to_string(result));
+  return map;
+}
+
+}  // namespace hf_flash2::sm90
