@@ -11,7 +11,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 FAMILIES = {"sm80": ("backward", "forward"), "sm90": ("forward",)}  # the slow ones first, so that the cores finish together
 # Widths N of the wgmma products: scores by key blocks of tiles.h with A in shared memory, outputs by head dims with A in registers.
-WGMMA_WIDTHS = {False: (80, 112, 128, 176), True: HEAD_DIMS}
+WGMMA_WIDTHS = {False: (80, 112, 128, 176, 192), True: HEAD_DIMS}
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,17 @@ struct Mask {
     return max(0, last_row + block_m) / block_m;
   }
 
-  // Key blocks [begin, end) that every row of [row_begin, row_end) sees whole: no mask is needed there.
+  // Key blocks [begin, end) that every row of [row_begin, row_end) sees whole, holes apart.
   __device__ __forceinline__ int unmasked_block_begin(int row_end, int block_n) const {
     return (max(0, row_end - 1 + shift() - left()) + block_n - 1) / block_n;
   }
   __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const {
-    return visible != nullptr ? 0 : max(0, last_key(row_begin) + 1) / block_n;
+    return max(0, last_key(row_begin) + 1) / block_n;
   }
 
-  // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked.
+  // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked, holes apart.
   __device__ __forceinline__ bool needed(int row_begin, int row_end, int key_begin, int key_end) const {
-    return visible != nullptr || key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();
+    return key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();
   }
 
   // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
@@ -81,13 +81,18 @@ struct Mask {
         }
       }
     }
-    // NOTE: no branch on `visible` here: sm90 calls this between the issue of a wgmma and its wait, where a branch makes ptxas serialise.
+  }
+
+  // The same for the holes of a sequence that has some (visible != null).
+  // NOTE: without branches: sm90 calls this between the issue of a wgmma and its wait, where a branch makes ptxas serialise.
+  template <int kMTiles, int kNTiles>
+  __device__ __forceinline__ void apply_holes(float (&scores)[kMTiles][kNTiles][4], int key) const {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int j = key + n * 8 + c;
-        if (load_or(visible + j, visible != nullptr && j < len_k, 1) != 0) continue;
+        if (load_or(visible + j, j < len_k, 1) != 0) continue;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) scores[m][n][c] = scores[m][n][2 + c] = -INFINITY;
       }

@@ -33,8 +33,11 @@ struct OnlineSoftmax {
   }
 
   // scores <- exp2((scores - max) * scale). `rescale` is what the unnormalised out of earlier blocks has to be multiplied with.
-  template <int kNTiles>
-  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&rescale)[kMTiles][2], float scale_log2) {
+  // With kLazy a maximum that grew by at most 8 (base 2) is not followed: the sums stay far from overflow, and out need not be touched
+  // while no row of the warp moved. Returns whether some row did.
+  template <bool kLazy = false, int kNTiles>
+  __device__ __forceinline__ bool update(float (&scores)[kMTiles][kNTiles][4], float (&rescale)[kMTiles][2], float scale_log2) {
+    bool moved = !kLazy;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -43,6 +46,12 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) block_max = fmaxf(block_max, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
         block_max = quad_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
+        if constexpr (kLazy) {
+          if ((block_max - row_max[m][half]) * scale_log2 <= 8.f)
+            block_max = row_max[m][half];
+          else
+            moved = true;
+        }
         // NOTE: a row that has seen no key yet keeps max = -inf; subtracting 0 instead gives exp2(-inf) = 0, never -inf - (-inf).
         const float scaled_max = block_max == -INFINITY ? 0.f : block_max * scale_log2;
         rescale[m][half] = exp2_approx(row_max[m][half] * scale_log2 - scaled_max);
@@ -50,15 +59,15 @@ struct OnlineSoftmax {
         float sum = row_sum[m][half] * rescale[m][half];
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-          for (int c = half * 2; c < half * 2 + 2; ++c) {
-            scores[m][n][c] = exp2_approx(fmaf(scores[m][n][c], scale_log2, -scaled_max));
-            sum += scores[m][n][c];
-          }
+          float* pair = scores[m][n] + half * 2;
+          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -scaled_max));
+          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -scaled_max));
+          sum += pair[0] + pair[1];  // half the chain of dependent additions
         }
         row_sum[m][half] = sum;
       }
     }
+    return kLazy ? __any_sync(0xffffffffu, moved) : true;
   }
 
   // Completes the row sums and leaves the natural-log lse of each row in row_max. `rescale` is what normalises out: out_scale / sum

@@ -20,7 +20,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int kCount>
 __device__ __forceinline__ void wgmma_use(float* accumulators) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i]));
 }
 
 template <int kRegisters>

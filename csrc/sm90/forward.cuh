@@ -25,6 +25,8 @@ struct ForwardArguments {
   TileScheduler scheduler;
 };
 
+enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
+
 template <int kHeadDim>
 struct ForwardShape : ForwardTile<kHeadDim> {
   using Tile = ForwardTile<kHeadDim>;
@@ -199,19 +201,23 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         mbarrier_arrive(shared.k_empty(use % kStages));
         if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
       }
-      task.mask.apply(scores, row, block * kBlockN + lane % 4 * 2);
+      const int key = lane % 4 * 2;  // first column of this lane in a block
+      if (task.mask.needed(task.row_begin, task.row_begin + Shape::kBlockM, block * kBlockN, (block + 1) * kBlockN))
+        task.mask.apply(scores, row, block * kBlockN + key);
+      if (task.mask.visible != nullptr) task.mask.apply_holes(scores, block * kBlockN + key);
       softmax.update(scores, rescale, scale_log2);
       round_probabilities();
 
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
-      const auto advance = [&](auto masked) {
+      const auto advance = [&](auto masking) {
+        constexpr Masking kMasking = decltype(masking)::value;
         const int stage_v = use % kStages, parity_v = use / kStages & 1;
         ++use;
         const int stage_k = use % kStages, parity_k = use / kStages & 1;
-        mbarrier_wait(shared.v_full(stage_v), parity_v);
         mbarrier_wait(shared.k_full(stage_k), parity_k);
         wait_turn();
         issue_scores(stage_k);
+        mbarrier_wait(shared.v_full(stage_v), parity_v);
         issue_output(stage_v);
         pass_turn();
         wgmma_wait<1>();
@@ -220,19 +226,25 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           mbarrier_arrive(shared.k_empty(stage_k));
           if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
         }
-        if constexpr (decltype(masked)::value) task.mask.apply(scores, row, block * kBlockN + lane % 4 * 2);
-        softmax.update(scores, rescale, scale_log2);
+        if constexpr (kMasking != Masking::kNone) task.mask.apply(scores, row, block * kBlockN + key);
+        if constexpr (kMasking == Masking::kHoles) task.mask.apply_holes(scores, block * kBlockN + key);
+        const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
         wgmma_wait<0>();
         wgmma_use<kHeadDim / 2>(&out[0][0][0]);
         if (elected) mbarrier_arrive(shared.v_empty(stage_v));
-        scale_rows(out, rescale);
+        if (moved) scale_rows(out, rescale);
         round_probabilities();
       };
-      const int unmasked_end = max(task.key_block_begin, task.mask.unmasked_block_end(task.row_begin, kBlockN));
-      const int unmasked_begin = max(task.key_block_begin, task.mask.unmasked_block_begin(task.row_begin + Shape::kBlockM, kBlockN));
-      for (--block; block >= unmasked_end; --block) advance(std::true_type{});
-      for (; block >= unmasked_begin; --block) advance(std::false_type{});
-      for (; block >= task.key_block_begin; --block) advance(std::true_type{});
+      const int unmasked_begin = task.mask.unmasked_block_begin(task.row_begin + Shape::kBlockM, kBlockN);
+      const int unmasked_end = task.mask.unmasked_block_end(task.row_begin, kBlockN);
+      for (--block; block >= task.key_block_begin; --block) {
+        if (task.mask.visible != nullptr)
+          advance(std::integral_constant<Masking, Masking::kHoles>{});
+        else if (block >= unmasked_end || block < unmasked_begin)
+          advance(std::integral_constant<Masking, Masking::kLimits>{});
+        else
+          advance(std::integral_constant<Masking, Masking::kNone>{});
+      }
 
       const int stage_v = use % kStages;
       mbarrier_wait(shared.v_full(stage_v), use / kStages & 1);
