@@ -342,6 +342,8 @@ def hf_flash2_mask(
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     else:
         device = kwargs.get("device", "cpu")
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     if attention_mask is not None and kv_offset == 0 and attention_mask.shape[1] == 2 * kv_length:
         attention_mask = attention_mask[:, :kv_length]  # ours already: `generate` prepares the masks of static caches ahead
 
