@@ -11,7 +11,9 @@ from torch import nn
 from .instance import patched, pretrained_model, unpatch
 from .report import PatchReport
 
-ROUNDING_FACTOR = 2.0  # ours may err by this multiple of eager's own rounding error, FlashAttention's rule for its kernels
+# What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
+# value among many that every later layer has amplified.
+MEAN_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Every patched layer ran our op, and its error is within eager's own rounding."""
-        within = self.mean_error <= ROUNDING_FACTOR * self.eager_mean_error and self.max_error <= ROUNDING_FACTOR * self.eager_max_error
+        within = self.mean_error <= MEAN_FACTOR * self.eager_mean_error and self.max_error <= MAX_FACTOR * self.eager_max_error
         return within and not self.idle_layers
 
     @property
@@ -56,7 +58,11 @@ class Comparison:
             return f"not verified: the op did not run for {', '.join(self.idle_layers)}"
         if self.ok:
             return f"within eager's own rounding ({self.ratio:.2f} x its mean error)"
-        return f"wrong: {self.ratio:.2f} x eager's mean error, at most {ROUNDING_FACTOR:.0f} x is rounding"
+        max_ratio = self.max_error / self.eager_max_error if self.eager_max_error else math.inf
+        return (
+            f"wrong: {self.ratio:.2f} x eager's mean error and {max_ratio:.2f} x its maximum; "
+            f"at most {MEAN_FACTOR:.0f} x and {MAX_FACTOR:.0f} x are rounding"
+        )
 
     def __str__(self) -> str:
         dtype, reference = (str(d).removeprefix("torch.") for d in (self.dtype, self.reference_dtype))
@@ -95,7 +101,7 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     reference = _output(eager, _to_dtype(inputs, reference_dtype))
     real = _real_tokens(inputs, reference)
     if not reference[real].isfinite().all():
-        # NOTE: the softmax of most eager attention is float32 even in a float64 model; where a whole row is padding, the float64 mask overflows.
+        # NOTE: most eager attention has a float32 softmax even in a float64 model, where the mask of a row that is all padding overflows.
         eager.set_attn_implementation("sdpa")
         reference = _output(eager, _to_dtype(inputs, reference_dtype))
     with patched(target) as report:

@@ -22,7 +22,8 @@ class Family:
         attention: the attention class. Its forward is replaced, never the decoder layer's: that one carries gradient checkpointing.
         pretrained: the base class of the family's models, which chooses the attention implementation of a new model.
         compute: our attention, with the arguments of the class's forward.
-        forward: what takes the place of the class's forward: `compute`, or what was there before while the model's config names another implementation.
+        forward: what takes the place of the class's forward: `compute`, or what was there before while the model's config names another
+            implementation.
     """
 
     name: str

@@ -15,7 +15,7 @@ class PatchReport:
         backend: what runs on the device the model is on now: "cuda-sm80", "cuda-sm90" or "cpu-reference".
         previous: the attention implementation it had, e.g. "sdpa".
         layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents", "paged"
-            are our op, "sdpa" is a call that our op cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
+            are our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
         skipped: the reason for each part that was left as it was, by its name in the model.
     """
 

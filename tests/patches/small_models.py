@@ -1,4 +1,4 @@
-"""Small models and batches for the tests of patches/: one of each family with its own forward, attention peaked enough to be wrong when it is."""
+"""Small models and batches for the tests of patches/, with attention peaked enough that a wrong one shows."""
 
 import copy
 

@@ -10,10 +10,9 @@ from small_models import FAMILIES
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_flash2
-from hf_flash2 import native
-from hf_flash2.patches import PATCHES
+from hf_flash2 import native, patches
 
-CLASSES = {name: family.attention for name, family in PATCHES.items()}
+PATCHES = patches.PATCHES
 
 
 def snapshot(model) -> list[dict]:
@@ -99,11 +98,11 @@ def test_other_models_of_the_same_config_and_class_keep_theirs(family):
     one, other = type(small_models.model(family))(config), type(small_models.model(family))(config)
     assert one.config is other.config is config
     one.eval(), other.eval()
-    before, class_attributes = snapshot(other), dict(vars(CLASSES[family]))
+    before, class_attributes = snapshot(other), dict(vars(PATCHES[family].attention))
     expected = logits(other)
     hf_flash2.patch(one)
     assert_same(before, snapshot(other))
-    assert dict(vars(CLASSES[family])) == class_attributes
+    assert dict(vars(PATCHES[family].attention)) == class_attributes
     assert (one.config._attn_implementation, config._attn_implementation) == ("hf_flash2", "sdpa")
     assert torch.equal(logits(other), expected)
     report = hf_flash2.patch(other)
@@ -294,7 +293,7 @@ class TestWholeClass:
 
     def test_models_constructed_later_use_ours(self, family):
         before = [dict(vars(owner)) for owner in (PATCHES[family].attention, PATCHES[family].pretrained)]
-        module = getattr(hf_flash2.patches, family)
+        module = getattr(patches, family)
         module.apply()
         module.apply()
         model = AutoModelForCausalLM.from_config(small_models.config(family)).eval()

@@ -1,4 +1,4 @@
-"""A patched model computes what eager computes: logits and every gradient, for each family and padding; and greedy generation token by token.
+"""A patched model computes what eager computes: logits and every gradient, for each family and padding; greedy generation token by token.
 
 Errors are measured against float64 and may be a small multiple of eager's own. The last tests break the patch on purpose.
 """
