@@ -138,6 +138,27 @@ def test_an_implementation_set_later_wins():
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_forward_that_someone_else_put_on_the_instance():
+    model = small_models.model("llama")
+    layer = model.model.layers[0].self_attn
+    original, calls = layer.forward, []
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    layer.forward = theirs
+    before = snapshot(model)
+    hf_flash2.patch(model)
+    logits(model)
+    assert not calls
+    model.set_attn_implementation("eager")
+    logits(model)
+    assert len(calls) == 1
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_deep_copy_stands_alone(family):
     model = small_models.model(family)

@@ -9,6 +9,7 @@ import pytest
 import small_models
 import torch
 from small_models import FAMILIES, PADDINGS
+from transformers import DynamicCache
 
 import hf_flash2
 from hf_flash2 import patches
@@ -69,6 +70,26 @@ def test_greedy_generation(family, padding, cache):
     assert all(calls == 10 for calls in report.calls.values()), report
 
 
+class RecordingCache(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        extra = [sorted(arg) for arg in args]
+        vars(self).setdefault("record", []).append((layer_idx, key_states, value_states, extra, sorted(kwargs)))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_is_updated_as_upstream_does(family):
+    eager, model = small_models.twins(family)
+    hf_flash2.patch(model)
+    caches = RecordingCache(), RecordingCache()
+    with torch.no_grad():
+        for made, cache in zip((eager, model), caches, strict=True):
+            made(**small_models.batch("dense"), past_key_values=cache, use_cache=True)
+    for (layer, k, v, *more), (our_layer, our_k, our_v, *our_more) in zip(*(cache.record for cache in caches), strict=True):
+        assert (our_layer, our_more) == (layer, more)
+        torch.testing.assert_close((our_k, our_v), (k, v), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_later_tokens_do_not_change_earlier_ones(family):
     model = small_models.model(family)
@@ -101,9 +122,12 @@ def test_gpt2_cross_attention_with_a_padded_encoder():
 def _second_step(model, inputs):
     """Logits of a token that follows on a cache: the encoder's keys and values then come from the cache."""
     cache = model(**inputs, use_cache=True).past_key_values
+    encoder_length = inputs["encoder_hidden_states"].shape[1]
     mask = torch.cat((inputs["attention_mask"], torch.ones(small_models.BATCH, 1, dtype=torch.int64)), 1)
     following = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": mask, "past_key_values": cache}
-    return model(**{**inputs, **following}).logits
+    output = model(**{**inputs, **following}).logits
+    assert cache.cross_attention_cache.get_seq_length() == encoder_length
+    return output
 
 
 BROKEN = {
