@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import native
+from .. import ops
 from ..interface import NAME, reason_model_unsupported
 from . import gpt2, llama, mistral
 from .binding import LAYER, OwnConfig, bind, own_configs, restore_configs, unbind
@@ -164,13 +163,4 @@ def _calls_attention_interface(module: nn.Module) -> bool:
 def _backend(model: PreTrainedModel) -> str:
     """What our op runs on where the model's weights are now; raises where it cannot run."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    return ", ".join(sorted({_device_backend(device) for device in devices})) or "none yet (no weights loaded)"
-
-
-def _device_backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu-reference"
-    if device.type != "cuda":
-        raise ValueError(f"the model must be on cuda or cpu, got {device}; keep attn_implementation='sdpa' on this device")
-    native.check_device(device.index)
-    return f"cuda-sm{native.forced_family() or native.FAMILIES['sm80']}"
+    return ", ".join(sorted({ops.expected_backend(device) for device in devices})) or "none yet (no weights loaded)"

@@ -8,6 +8,7 @@ import copy
 import pytest
 import small_models
 import torch
+import transformers
 from small_models import FAMILIES, PADDINGS
 from transformers import DynamicCache
 
@@ -114,7 +115,9 @@ def test_gpt2_cross_attention_with_a_padded_encoder():
         eager, eager_step = model(**inputs).logits[real], _second_step(model, inputs)
         with hf_flash2.patched(model) as report:
             ours, our_step = model(**inputs).logits[real], _second_step(model, inputs)
-    assert all(name.endswith("crossattention") or calls == 3 for name, calls in report.calls.items())
+    # Transformers 4 makes a 4-D mask of the encoder's, which is computed by SDPA
+    cross = 0 if transformers.__version__.startswith("4.") else 3
+    assert all(calls == (cross if name.endswith("crossattention") else 3) for name, calls in report.calls.items()), report
     torch.testing.assert_close(ours, eager, rtol=0, atol=2e-5 * eager.abs().max().item())
     torch.testing.assert_close(our_step, eager_step, rtol=0, atol=2e-5 * eager.abs().max().item())
 
