@@ -6,6 +6,8 @@
 README.md has the rest.
 """
 
+import importlib
+
 from . import interface
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .interface import registration_state, set_strict
@@ -18,8 +20,18 @@ __all__ = [
     "flash_attn_ranges_func",
     "flash_attn_varlen_func",
     "last_backend",
+    "patch",
+    "patched",
     "registration_state",
     "set_strict",
+    "unpatch",
+    "verify",
 ]
 
 interface.register()
+
+
+def __getattr__(name: str):
+    if name in ("patch", "patched", "unpatch", "verify"):  # hf_flash2.patches imports Transformers' models: loaded when asked for
+        return getattr(importlib.import_module(".patches", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,6 +32,7 @@ from .support import reason_unsupported
 
 NAME = "hf_flash2"
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
+CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: a Counter of the routes its calls took
 
 logger = logging.getLogger(NAME)
 
@@ -60,8 +61,13 @@ def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
 
 
 def _record(module: torch.nn.Module, route: str) -> None:
-    if _calls is not None and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if _calls is not None:
         _calls.setdefault(module, []).append(route)
+    counter = vars(module).get(CALLS)
+    if counter is not None:
+        counter[route] += 1
 
 
 @torch.compiler.assume_constant_result  # so that a compiled model warns too, while it is being traced
@@ -342,6 +348,8 @@ def hf_flash2_mask(
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     else:
         device = kwargs.get("device", "cpu")
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     if attention_mask is not None and kv_offset == 0 and attention_mask.shape[1] == 2 * kv_length:
         attention_mask = attention_mask[:, :kv_length]  # ours already: `generate` prepares the masks of static caches ahead
 

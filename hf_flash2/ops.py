@@ -38,6 +38,16 @@ def last_backend() -> str | None:
     return _last_backend
 
 
+def expected_backend(device: torch.device) -> str:
+    """Which backend attention on this device will run on, in the words of `last_backend`. Raises where it cannot run, with the reason."""
+    if device.type == "cpu":
+        return "cpu-reference"
+    if device.type != "cuda":
+        raise ValueError(f"attention runs on cuda and cpu, got a tensor or model on {device}; use attn_implementation='sdpa' there")
+    native.check_device(torch.cuda.current_device() if device.index is None else device.index)
+    return f"cuda-sm{native.forced_family() or native.FAMILIES['sm80']}"
+
+
 def _record(backend: str) -> None:
     global _last_backend
     _last_backend = backend

@@ -1,0 +1,112 @@
+"""How a patch attaches to one model and comes off again: an own config for the instance, and forwards bound to its attention modules.
+
+Only instance dictionaries change. What stood there before is kept on the object itself, so that a deep copy of a patched model carries its
+own record, refers to nothing of the original, and can be unpatched by itself.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..interface import CALLS
+
+LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
+IMPLEMENTATION = "_attn_implementation_internal"  # where Transformers keeps the implementation in a config; never saved
+
+
+@dataclass
+class BoundLayer:
+    """What a patched attention module carries besides its call counter: our forward, and what stood in its place."""
+
+    forward: FunctionType | None  # None when the module is only switched through its config
+    previous: Callable | None = None  # the instance attribute that ours replaced; None = there was none, the class's forward ran
+
+
+def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
+    """Let `forward` (None: leave the module's own) run for this module alone, and return the counter of its calls.
+
+    A module that accelerate has hooked keeps its hook: the hook calls `_old_forward`, and that is what is replaced then.
+    """
+    layer = BoundLayer(forward)
+    if forward is not None:
+        slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
+        layer.previous = vars(module).get(slot)
+        setattr(module, slot, MethodType(forward, module))
+    setattr(module, LAYER, layer)
+    setattr(module, CALLS, Counter())
+    return vars(module)[CALLS]
+
+
+def unbind(module: nn.Module) -> None:
+    """Undo `bind`. Hooks may have come or gone since, so our forward is put out of whichever place it stands in."""
+    layer: BoundLayer = vars(module).pop(LAYER)
+    del vars(module)[CALLS]
+    for slot in ("forward", "_old_forward"):
+        if layer.forward is None or getattr(vars(module).get(slot), "__func__", None) is not layer.forward:
+            continue
+        if layer.previous is not None:
+            setattr(module, slot, layer.previous)
+        elif slot == "forward":
+            delattr(module, slot)
+        else:  # hooked while it was patched: what the hook would have found without us
+            setattr(module, slot, MethodType(type(module).forward, module))
+
+
+@dataclass
+class OwnConfig:
+    """A copy of a config that belongs to one model, in place of one that other models may share."""
+
+    own: PretrainedConfig
+    original: PretrainedConfig
+    attributes: dict[str, object]  # of the copy when it was made; what differs later was changed by the user
+
+
+def own_configs(root: nn.Module) -> list[OwnConfig]:
+    """Give the modules under root shallow copies of their configs, nested configs included."""
+    originals: dict[int, PretrainedConfig] = {}
+
+    def collect(config: PretrainedConfig) -> None:
+        if id(config) not in originals:
+            originals[id(config)] = config
+            for value in vars(config).values():
+                if isinstance(value, PretrainedConfig):
+                    collect(value)
+
+    for module in root.modules():
+        for value in vars(module).values():
+            if isinstance(value, PretrainedConfig):
+                collect(value)
+    copies = {key: copy.copy(config) for key, config in originals.items()}
+    for config in copies.values():
+        _replace(config, copies)
+    for module in root.modules():
+        _replace(module, copies)
+    return [OwnConfig(copies[key], original, dict(vars(copies[key]))) for key, original in originals.items()]
+
+
+def restore_configs(root: nn.Module, configs: list[OwnConfig]) -> None:
+    """Put the original configs back, with the changes that were made to the copies meanwhile (the implementation apart)."""
+    originals = {id(config.own): config.original for config in configs}
+    for config in configs:
+        vars(config.own)[IMPLEMENTATION] = config.attributes.get(IMPLEMENTATION)
+        _replace(config.own, originals)
+        before = {name: originals.get(id(value), value) for name, value in config.attributes.items()}
+        after = vars(config.own)
+        changed = {name: value for name, value in after.items() if name not in before or before[name] is not value}
+        vars(config.original).update(changed)
+        for name in before.keys() - after.keys():
+            vars(config.original).pop(name, None)
+    for module in root.modules():
+        _replace(module, originals)
+
+
+def _replace(holder: object, replacements: dict[int, PretrainedConfig]) -> None:
+    """Replace the configs that holder refers to by those of the same id."""
+    for name, value in vars(holder).items():
+        if isinstance(value, PretrainedConfig) and id(value) in replacements:
+            vars(holder)[name] = replacements[id(value)]

@@ -1,0 +1,144 @@
+"""Is the difference normal? `verify` runs a model with eager attention and with hf_flash2 and measures both against higher precision."""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .instance import patched, pretrained_model, unpatch
+from .report import PatchReport
+
+# What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
+# value among many that every later layer has amplified.
+MEAN_FACTOR, MAX_FACTOR = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outputs of a model on hf_flash2 and on eager attention in the same dtype, both against higher precision.
+
+    Errors are absolute, over the logits (or last hidden states) of real tokens.
+
+    Attributes:
+        dtype, reference_dtype: of the model, and of the reference: float32, or float64 for a float32 model.
+        max_error, mean_error: of hf_flash2.
+        eager_max_error, eager_mean_error: of eager in the model's dtype.
+        tokens: number of real tokens compared.
+        idle_layers: patched layers whose op did not run, which makes the comparison worthless.
+    """
+
+    dtype: torch.dtype
+    reference_dtype: torch.dtype
+    max_error: float
+    mean_error: float
+    eager_max_error: float
+    eager_mean_error: float
+    tokens: int
+    idle_layers: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Our mean error as a multiple of eager's."""
+        if self.eager_mean_error == 0:
+            return 1.0 if self.mean_error == 0 else math.inf
+        return self.mean_error / self.eager_mean_error
+
+    @property
+    def ok(self) -> bool:
+        """Every patched layer ran our op, and its error is within eager's own rounding."""
+        within = self.mean_error <= MEAN_FACTOR * self.eager_mean_error and self.max_error <= MAX_FACTOR * self.eager_max_error
+        return within and not self.idle_layers
+
+    @property
+    def verdict(self) -> str:
+        if self.idle_layers:
+            return f"not verified: the op did not run for {', '.join(self.idle_layers)}"
+        if self.ok:
+            return f"within eager's own rounding ({self.ratio:.2f} x its mean error)"
+        max_ratio = self.max_error / self.eager_max_error if self.eager_max_error else math.inf
+        return (
+            f"wrong: {self.ratio:.2f} x eager's mean error and {max_ratio:.2f} x its maximum; "
+            f"at most {MEAN_FACTOR:.0f} x and {MAX_FACTOR:.0f} x are rounding"
+        )
+
+    def __str__(self) -> str:
+        dtype, reference = (str(d).removeprefix("torch.") for d in (self.dtype, self.reference_dtype))
+        return (
+            f"{self.tokens} tokens, {dtype} against {reference}\n"
+            f"  hf_flash2  max {self.max_error:.2e}  mean {self.mean_error:.2e}\n"
+            f"  eager      max {self.eager_max_error:.2e}  mean {self.eager_mean_error:.2e}\n"
+            f"  {self.verdict}"
+        )
+
+
+def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
+    """Run the model on one batch with eager attention and with hf_flash2, and compare both with a higher precision.
+
+    Args:
+        model: as for `patch`; patched or not, it is afterwards as it was before. torch.compile wrappers are run uncompiled.
+        batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
+    Raises:
+        ValueError: the model is quantised, so that there is no copy in higher precision to compare with.
+
+    Runs in evaluation mode without gradients. Needs memory for one more copy of the model in the reference dtype.
+    """
+    target = pretrained_model(model)
+    if getattr(target.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "verify needs a copy of the model in higher precision, which a quantised model does not have; verify it unquantised"
+        )
+    inputs = {"use_cache": False, **batch}
+    eager = copy.deepcopy(target)
+    unpatch(eager)
+    eager.set_attn_implementation("eager")
+    dtype = target.dtype
+    reference_dtype = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    eager_output = _output(eager, inputs)
+    eager.to(reference_dtype)
+    reference = _output(eager, _to_dtype(inputs, reference_dtype))
+    real = _real_tokens(inputs, reference)
+    if not reference[real].isfinite().all():
+        # NOTE: most eager attention has a float32 softmax even in a float64 model, where the mask of a row that is all padding overflows.
+        eager.set_attn_implementation("sdpa")
+        reference = _output(eager, _to_dtype(inputs, reference_dtype))
+    with patched(target) as report:
+        before = report.calls
+        output = _output(target, inputs)
+        idle = _idle_layers(report, before)
+    error, eager_error = ((x.to(reference_dtype) - reference)[real].abs() for x in (output, eager_output))
+    return Comparison(
+        dtype, reference_dtype, error.max().item(), error.mean().item(), eager_error.max().item(), eager_error.mean().item(),
+        int(real.sum()), idle,
+    )  # fmt: skip
+
+
+def _idle_layers(report: PatchReport, before: dict[str, int]) -> tuple[str, ...]:
+    return tuple(name for name, count in report.calls.items() if count == before[name])
+
+
+@torch.no_grad()
+def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
+    """Logits or last hidden states [B, S, ...] in evaluation mode; the training flags are put back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        output = model(**inputs)
+    finally:
+        for module in training:
+            module.training = True
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def _to_dtype(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    return {name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def _real_tokens(inputs: Mapping[str, object], output: torch.Tensor) -> torch.Tensor:
+    """bool, the leading dimensions of output that hold real tokens"""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or mask.shape != output.shape[:2]:
+        return torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
+    return mask.to(output.device).bool()

@@ -1,0 +1,166 @@
+"""Patching one model: its config is copied and switched, its attention layers are bound, and all of it comes off again."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import ops
+from ..interface import NAME, reason_model_unsupported
+from . import gpt2, llama, mistral
+from .binding import LAYER, OwnConfig, bind, own_configs, restore_configs, unbind
+from .family import Family
+from .report import PatchReport
+
+PATCHES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt2.FAMILY)}
+
+_PATCH = "_hf_flash2_patch"  # attribute of a patched PreTrainedModel: its _Patch
+
+
+@dataclass
+class _Patch:
+    configs: list[OwnConfig]
+    report: PatchReport
+
+
+def patch(model: nn.Module) -> PatchReport:
+    """Let this model's attention run on hf_flash2. Patching it again changes nothing and returns the same report.
+
+    Works before and after PEFT, accelerate and torch.compile have wrapped the model, and with gradient checkpointing. While it is patched,
+    `model.config` is a copy of its own: what you change there is kept by `unpatch`.
+
+    Raises:
+        ValueError: the model's attention cannot run on hf_flash2, with the reason; the model is then as it was.
+        hf_flash2.native.NotAvailableError: the model is on a GPU and the CUDA kernels cannot run there, with the reason.
+    """
+    target = pretrained_model(model)
+    existing = vars(target).get(_PATCH)
+    if existing is not None and target.config._attn_implementation == NAME:
+        return existing.report
+    unpatch(model)
+    backend = _backend(target)
+    previous = _implementations(target)
+    configs = own_configs(model)
+    try:
+        target.set_attn_implementation(_requested_implementation(target))
+        report = PatchReport(type(target).__name__, "", backend, previous)
+        _bind_layers(target, report)
+    except BaseException:
+        _unbind_layers(target)
+        restore_configs(model, configs)
+        raise
+    setattr(target, _PATCH, _Patch(configs, report))
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: forwards, configs and implementation are the ones from before. Does nothing to a model that is not patched.
+
+    Raises:
+        ValueError: the model is a part of a larger one that was patched as a whole.
+    """
+    patches = [vars(module).pop(_PATCH) for module in model.modules() if _PATCH in vars(module)]
+    if not patches and any(LAYER in vars(module) for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} was patched as a part of a larger model; call unpatch on that model")
+    _unbind_layers(model)
+    for record in patches:
+        restore_configs(model, record.configs)
+
+
+@contextmanager
+def patched(model: nn.Module) -> Iterator[PatchReport]:
+    """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before."""
+    was_patched = _PATCH in vars(pretrained_model(model))
+    report = patch(model)
+    try:
+        yield report
+    finally:
+        if not was_patched:
+            unpatch(model)
+
+
+def pretrained_model(model: nn.Module) -> PreTrainedModel:
+    """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"there is no Transformers model (PreTrainedModel) inside this {type(model).__name__}; patch the model itself")
+
+
+def _submodels(model: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
+    """The model and the models inside that have a config of their own, such as a vision tower, with their names."""
+    found: dict[int, tuple[str, PreTrainedModel]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), (name, module))
+    return list(found.values())
+
+
+def _implementations(model: PreTrainedModel) -> str:
+    names = {name: submodel.config._attn_implementation for name, submodel in _submodels(model)}
+    if len(set(names.values())) == 1:
+        return names[""]
+    return ", ".join(f"{implementation} ({name or 'model'})" for name, implementation in names.items())
+
+
+def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:
+    """Our name, or by sub-config where a part of the model cannot take it and has to keep what it has."""
+    parts = {id(submodel.config): submodel for _, submodel in _submodels(model)}
+    by_key = {}
+    for key in model.config.sub_configs:
+        config = getattr(model.config, key, None)
+        if id(config) in parts:
+            by_key[key] = NAME if _reason_refused(parts[id(config)]) is None else config._attn_implementation
+    return {"": NAME, **by_key} if set(by_key.values()) - {NAME} else NAME
+
+
+def _reason_refused(model: PreTrainedModel) -> str | None:
+    """Why Transformers or hf_flash2 will not let this (sub-)model switch, or None."""
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} does not call its attention through Transformers' AttentionInterface"
+    return reason_model_unsupported(model)
+
+
+def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
+    """Attach to every attention layer whose config now names us, and note the others with the reason."""
+    families = {family.attention: family for family in PATCHES.values()}
+    reasons = {id(submodel.config): _reason_refused(submodel) for _, submodel in _submodels(model)}
+    kinds = []
+    for name, module in model.named_modules():
+        family = families.get(type(module))
+        if family is None and not _calls_attention_interface(module):
+            continue
+        implementation = module.config._attn_implementation
+        if implementation != NAME:
+            reason = reasons.get(id(module.config)) or "Transformers did not switch it"
+            report.skipped[name] = f"stays on {implementation}: {reason}"
+            continue
+        report.layers[name] = bind(module, None if family is None else family.forward)
+        kinds.append("interface" if family is None else family.name)
+    if not report.layers:
+        reason = reasons.get(id(model.config)) or "none of its modules calls its attention through Transformers' AttentionInterface"
+        raise ValueError(
+            f"no attention layer of {report.model} can run on hf_flash2: {reason}; keep its attn_implementation={report.previous!r}"
+        )
+    report.family = " + ".join(dict.fromkeys(kinds))
+
+
+def _unbind_layers(model: nn.Module) -> None:
+    for module in model.modules():
+        if LAYER in vars(module):
+            unbind(module)
+
+
+def _calls_attention_interface(module: nn.Module) -> bool:
+    """Whether the module's forward looks its attention function up by the name in its config, as Transformers' attention classes do."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
+
+
+def _backend(model: PreTrainedModel) -> str:
+    """What our op runs on where the model's weights are now; raises where it cannot run."""
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    return ", ".join(sorted({ops.expected_backend(device) for device in devices})) or "none yet (no weights loaded)"

@@ -1,0 +1,28 @@
+"""Llama: LlamaAttention.forward goes straight from projections and rotary embedding to the op of hf_flash2."""
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.models.llama import modeling_llama
+
+from .family import Family
+from .rotary import rotary_attention
+
+
+def attention(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """LlamaAttention.forward of Transformers 4.57 to 5.23, on hf_flash2."""
+    return rotary_attention(
+        module, modeling_llama.apply_rotary_pos_emb, hidden_states, position_embeddings, attention_mask, past_key_values,
+        sliding_window=None, **kwargs,
+    )  # fmt: skip
+
+
+FAMILY = Family("llama", modeling_llama.LlamaAttention, modeling_llama.LlamaPreTrainedModel, attention)
+apply, revert = FAMILY.apply, FAMILY.revert

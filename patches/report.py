@@ -1,0 +1,53 @@
+"""What `patch` did to a model, for people to read and for tests to check."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PatchReport:
+    """The result of `hf_flash2.patch(model)`; `print(report)` shows it.
+
+    Attributes:
+        model: class name of the patched model, e.g. "LlamaForCausalLM".
+        family: how its layers reach the kernels: "llama", "mistral", "gpt2" where their own forward is replaced, else "interface"; several
+            are joined by " + ".
+        backend: what runs on the device the model is on now: "cuda-sm80", "cuda-sm90" or "cpu-reference".
+        previous: the attention implementation it had, e.g. "sdpa".
+        layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents", "paged"
+            are our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
+        skipped: the reason for each part that was left as it was, by its name in the model.
+    """
+
+    model: str
+    family: str
+    backend: str
+    previous: str
+    layers: dict[str, Counter[str]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def patched(self) -> int:
+        """Number of attention layers that run on hf_flash2."""
+        return len(self.layers)
+
+    @property
+    def found(self) -> int:
+        """Number of attention layers the model has, those of skipped parts included."""
+        return self.patched + len(self.skipped)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often our op ran for each patched layer since `patch`."""
+        return {name: routes.total() - routes["sdpa"] for name, routes in self.layers.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: {self.patched} of {self.found} attention layers run on hf_flash2 ({self.family})",
+            f"  backend   {self.backend}",
+            f"  previous  {self.previous}",
+        ]
+        lines += [f"  skipped   {name}: {reason}" for name, reason in self.skipped.items()]
+        routes = sum(self.layers.values(), Counter())
+        lines.append(f"  calls     {', '.join(f'{count} {route}' for route, count in routes.items()) or 'none yet'}")
+        return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""The attention forward shared by families with rotary position embeddings: projections, rotation, cache, then straight to our op."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from ..interface import attend
+
+
+def rotary_attention(
+    module: nn.Module,
+    apply_rotary_pos_emb: Callable,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    sliding_window: int | None,
+    cache_position: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a module with q_proj, k_proj, v_proj, o_proj.
+
+    Tensors stay in the layout of the projections, [B, S, H, D], which our op takes as it is; upstream transposes to [B, H, S, D] and back.
+    The projections are called as modules, so that LoRA, quantised and hooked layers work, and the numbers of heads come from what they
+    return, so that tensor-parallel shards do.
+
+    Args:
+        hidden_states: [B, S, hidden]; position_embeddings: (cos, sin), each [B, S, D].
+        cache_position: what Transformers 4 passes, for its static caches.
+        is_causal: wins over `module.is_causal`.
+    Returns:
+        (output [B, S, hidden], None): no attention probabilities exist.
+    """
+    batch_shape = hidden_states.shape[:-1]
+    head_shape = (*batch_shape, -1, module.head_dim)
+    q = module.q_proj(hidden_states).view(head_shape)
+    k = module.k_proj(hidden_states).view(head_shape)
+    v = module.v_proj(hidden_states).view(head_shape)
+    cos, sin = position_embeddings
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    if past_key_values is not None:
+        k, v = update_cache(past_key_values, k, v, module.layer_idx, cache_position, sin=sin, cos=cos)
+    out = attend(
+        module, q, k, v, attention_mask,
+        causal=module.is_causal if is_causal is None else is_causal, scaling=module.scaling,
+        dropout=module.attention_dropout if module.training else 0.0, sliding_window=sliding_window, **kwargs,
+    )  # fmt: skip
+    return module.o_proj(out.reshape(*batch_shape, -1)), None
+
+
+def update_cache(
+    cache: Cache, k: torch.Tensor, v: torch.Tensor, layer_idx: int, cache_position: torch.Tensor | None, **cache_kwargs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append k and v [B, S, Hk, D] to the cache and return all it holds, [B, Sk, Hk, D]. Caches themselves are [B, Hk, Sk, D]."""
+    more = () if cache_position is None else ({"cache_position": cache_position, **cache_kwargs},)  # Transformers 5 needs none of it
+    k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx, *more)
+    return k.transpose(1, 2), v.transpose(1, 2)

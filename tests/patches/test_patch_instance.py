@@ -1,0 +1,347 @@
+"""patch, unpatch and patched: what they report, that they change one instance alone, and that everything comes off again."""
+
+import copy
+import json
+
+import pytest
+import small_models
+import torch
+from small_models import FAMILIES
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import hf_flash2
+from hf_flash2 import native, patches
+
+PATCHES = patches.PATCHES
+
+
+def snapshot(model) -> list[dict]:
+    """The attributes of every module and config, by identity of their values."""
+    holders = [*model.modules(), *{id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()]
+    return [dict(vars(holder)) for holder in holders]
+
+
+def assert_same(before: list[dict], after: list[dict]) -> None:
+    assert [list(attributes) for attributes in before] == [list(attributes) for attributes in after]
+    for old, new in zip(before, after, strict=True):
+        assert all(value is new[name] for name, value in old.items()), [name for name, value in old.items() if value is not new[name]]
+
+
+def is_ours(module) -> bool:
+    """Whether the forward of an attention module of one of our families is ours."""
+    return any(module.forward.__func__ is family.forward for family in PATCHES.values())
+
+
+def logits(model, padding="left"):
+    with torch.no_grad():
+        return model(**small_models.batch(padding)).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_report(family):
+    model = small_models.model(family)
+    names = list(small_models.attention_layers(model))
+    report = hf_flash2.patch(model)
+    assert (report.model, report.family, report.backend, report.previous) == (type(model).__name__, family, "cpu-reference", "eager")
+    assert (report.found, report.patched, report.skipped) == (2, 2, {})
+    assert report.calls == dict.fromkeys(names, 0)
+    assert "calls     none yet" in str(report)
+    logits(model)
+    logits(model, "dense")
+    assert report.calls == dict.fromkeys(names, 2)
+    for text in (
+        f"{type(model).__name__}: 2 of 2 attention layers run on hf_flash2 ({family})",
+        "cpu-reference",
+        "eager",
+        "2 padded, 2 dense",
+    ):
+        assert text in str(report)
+
+
+def test_calls_that_fall_back_to_sdpa_are_not_counted_as_ours():
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model)
+    length = small_models.LENGTH
+    with torch.no_grad():
+        model(**small_models.batch("dense"), attention_mask=torch.ones(1, 1, length, length, dtype=torch.bool).tril())
+    assert set(report.calls.values()) == {0}
+    assert "2 sdpa" in str(report)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_every_attribute(family):
+    model = small_models.model(family)
+    before, expected = snapshot(model), logits(model)
+    hf_flash2.patch(model)
+    assert all(is_ours(module) for module in small_models.attention_layers(model).values())
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+    assert torch.equal(logits(model), expected)
+    hf_flash2.unpatch(model)  # not patched: nothing to do
+    assert_same(before, snapshot(model))
+
+
+def test_patching_twice_is_patching_once():
+    model = small_models.model("llama")
+    before = snapshot(model)
+    report = hf_flash2.patch(model)
+    patched = snapshot(model)
+    assert hf_flash2.patch(model) is report
+    assert_same(patched, snapshot(model))
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_models_of_the_same_config_and_class_keep_theirs(family):
+    config = small_models.config(family, attn_implementation="sdpa")
+    one, other = type(small_models.model(family))(config), type(small_models.model(family))(config)
+    assert one.config is other.config is config
+    one.eval(), other.eval()
+    before, class_attributes = snapshot(other), dict(vars(PATCHES[family].attention))
+    expected = logits(other)
+    hf_flash2.patch(one)
+    assert_same(before, snapshot(other))
+    assert dict(vars(PATCHES[family].attention)) == class_attributes
+    assert (one.config._attn_implementation, config._attn_implementation) == ("hf_flash2", "sdpa")
+    assert torch.equal(logits(other), expected)
+    report = hf_flash2.patch(other)
+    hf_flash2.unpatch(one)
+    logits(one), logits(other)
+    assert set(report.calls.values()) == {1}
+    hf_flash2.unpatch(other)
+    assert one.config is other.config is config
+
+
+def test_changes_of_the_config_survive_unpatch():
+    model = small_models.model("llama")
+    config = model.config
+    hf_flash2.patch(model)
+    model.config.use_cache = False
+    model.config.task = "new"
+    hf_flash2.unpatch(model)
+    assert model.config is config
+    assert (config.use_cache, config.task, config._attn_implementation) == (False, "new", "eager")
+
+
+def test_an_implementation_set_later_wins():
+    model = small_models.model("llama")
+    expected = logits(model)
+    report = hf_flash2.patch(model)
+    model.set_attn_implementation("eager")
+    assert torch.equal(logits(model), expected)
+    assert set(report.calls.values()) == {0}
+    again = hf_flash2.patch(model)
+    logits(model)
+    assert set(again.calls.values()) == {1}
+    hf_flash2.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_forward_that_someone_else_put_on_the_instance():
+    model = small_models.model("llama")
+    layer = model.model.layers[0].self_attn
+    original, calls = layer.forward, []
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    layer.forward = theirs
+    before = snapshot(model)
+    hf_flash2.patch(model)
+    logits(model)
+    assert not calls
+    model.set_attn_implementation("eager")
+    logits(model)
+    assert len(calls) == 1
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deep_copy_stands_alone(family):
+    model = small_models.model(family)
+    report = hf_flash2.patch(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert logits(twin).abs().max() > 0
+    assert set(report.calls.values()) == {0}
+    assert set(hf_flash2.patch(twin).calls.values()) == {1}
+    hf_flash2.unpatch(twin)
+    assert twin.config._attn_implementation == "eager"
+    assert not any("forward" in vars(module) for module in twin.modules())
+    assert all(is_ours(module) for module in small_models.attention_layers(model).values())
+
+
+def test_patched_undoes_itself_also_after_an_exception():
+    model = small_models.model("gpt2")
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="inside"), hf_flash2.patched(model) as report:
+        logits(model)
+        assert set(report.calls.values()) == {1}
+        raise RuntimeError("inside")
+    assert_same(before, snapshot(model))
+
+
+def test_patched_leaves_a_patched_model_patched():
+    model = small_models.model("gpt2")
+    report = hf_flash2.patch(model)
+    with hf_flash2.patched(model) as inner:
+        assert inner is report
+    assert model.config._attn_implementation == "hf_flash2"
+
+
+def test_a_part_that_was_patched_before_the_whole():
+    model = small_models.model("llama")
+    before = snapshot(model)
+    hf_flash2.patch(model.model)
+    report = hf_flash2.patch(model)
+    logits(model)
+    assert (report.model, set(report.calls.values())) == ("LlamaForCausalLM", {1})
+    with pytest.raises(ValueError, match="part of a larger model"):
+        hf_flash2.unpatch(model.model)
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+def test_nothing_is_saved(tmp_path):
+    model = small_models.model("mistral")
+    keys = list(model.state_dict())
+    model.save_pretrained(tmp_path / "before")
+    hf_flash2.patch(model)
+    model.save_pretrained(tmp_path / "after")
+    saved = [(tmp_path / name / "config.json").read_text() for name in ("before", "after")]
+    assert saved[0] == saved[1]
+    assert not [name for name in json.loads(saved[1]) if "attn_impl" in name or "hf_flash2" in name]
+    assert list(model.state_dict()) == keys
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after", attn_implementation="eager").eval()
+    torch.testing.assert_close(logits(loaded, "dense"), logits(model, "dense"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "phi3"])
+def test_other_models_are_switched_through_the_interface(model_type):
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(model_type, vocab_size=small_models.VOCABULARY, initializer_range=0.3, pad_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    before, expected, real = snapshot(model), logits(model), small_models.key_mask("left").bool()
+    report = hf_flash2.patch(model)
+    torch.testing.assert_close(logits(model)[real], expected[real], rtol=1e-4, atol=1e-3)
+    assert (report.family, report.patched, set(report.calls.values())) == ("interface", 2, {1})
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+def test_a_part_that_cannot_be_served_is_skipped_with_the_reason(monkeypatch):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    config = AutoConfig.for_model(
+        "llava",
+        text_config=small_models.config("llama").to_dict(),
+        vision_config=AutoConfig.for_model("clip_vision_model", **vision).to_dict(),
+        vision_feature_layer=-1,
+    )
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    tower = next(module for module in model.modules() if type(module).__name__ == "CLIPVisionModel")
+    before = snapshot(model)
+    report = hf_flash2.patch(model)
+    assert (report.family, report.found, report.patched) == ("interface + llama", 4, 4)
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+    monkeypatch.setattr(type(tower), "_supports_flash_attn", False)
+    report = hf_flash2.patch(model)
+    assert (report.family, report.found, report.patched) == ("llama", 4, 2)
+    assert all("vision" in name and "stays on eager" in reason and "use" in reason for name, reason in report.skipped.items())
+    assert f"skipped   {next(iter(report.skipped))}" in str(report)
+    assert model.config._attn_implementation == "hf_flash2"
+    assert tower.config._attn_implementation == "eager"
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+UNSUPPORTED = {
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "BloomForCausalLM"),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50, "rotary_dim": 8}, "GPTJForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
+def test_models_that_cannot_be_served_are_refused_and_left_alone(model_type):
+    sizes, name = UNSUPPORTED[model_type]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=f"{name}.*use|no attention layer of {name}.*keep its attn_implementation"):
+        hf_flash2.patch(model)
+    assert_same(before, snapshot(model))
+
+
+def test_a_module_without_a_transformers_model_is_refused():
+    with pytest.raises(ValueError, match="no Transformers model .* inside this Linear"):
+        hf_flash2.patch(torch.nn.Linear(2, 2))
+
+
+def test_a_gpu_without_kernels_is_refused_before_anything_changes(monkeypatch):
+    model = small_models.model("llama")
+    before = snapshot(model)
+
+    def no_kernels(index):
+        raise native.NotAvailableError("the CUDA kernels are not built")
+
+    monkeypatch.setattr(native, "check_device", no_kernels)
+    monkeypatch.setattr(type(model), "parameters", lambda self: [type("Weight", (), {"is_meta": False, "device": torch.device("cuda", 0)})])
+    with pytest.raises(native.NotAvailableError, match="not built"):
+        hf_flash2.patch(model)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestWholeClass:
+    """apply and revert of one family."""
+
+    @pytest.fixture(autouse=True)
+    def _revert(self, family):
+        yield
+        PATCHES[family].revert()
+
+    def test_models_constructed_later_use_ours(self, family):
+        before = [dict(vars(owner)) for owner in (PATCHES[family].attention, PATCHES[family].pretrained)]
+        module = getattr(patches, family)
+        module.apply()
+        module.apply()
+        model = AutoModelForCausalLM.from_config(small_models.config(family)).eval()
+        assert model.config._attn_implementation == "hf_flash2"
+        assert all(is_ours(layer) for layer in small_models.attention_layers(model).values())
+        module.revert()
+        assert before == [dict(vars(owner)) for owner in (PATCHES[family].attention, PATCHES[family].pretrained)]
+        later = AutoModelForCausalLM.from_config(small_models.config(family))
+        assert later.config._attn_implementation == "sdpa"
+
+    def test_the_model_computes_what_eager_computes(self, family):
+        PATCHES[family].apply()
+        eager, model = small_models.twins(family)  # eager by name: that choice is respected
+        model.set_attn_implementation("hf_flash2")
+        with hf_flash2.interface.record_calls() as calls:
+            expected, found = logits(eager), logits(model)
+        real = small_models.key_mask("left").bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-3)
+        assert list(calls.values()) == [["padded"]] * 2
+
+    def test_an_instance_patched_meanwhile(self, family):
+        model = small_models.model(family)
+        before, expected = snapshot(model), logits(model)
+        PATCHES[family].apply()
+        report = hf_flash2.patch(model)
+        logits(model)
+        assert set(report.calls.values()) == {1}
+        hf_flash2.unpatch(model)
+        assert_same(before, snapshot(model))
+        assert torch.equal(logits(model), expected)

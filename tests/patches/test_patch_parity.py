@@ -1,0 +1,156 @@
+"""A patched model computes what eager computes: logits and every gradient, for each family and padding; greedy generation token by token.
+
+Errors are measured against float64 and may be a small multiple of eager's own. The last tests break the patch on purpose.
+"""
+
+import copy
+
+import pytest
+import small_models
+import torch
+import transformers
+from small_models import FAMILIES, PADDINGS
+from transformers import DynamicCache
+
+import hf_flash2
+from hf_flash2 import patches
+
+LOGITS_FACTOR, GRADIENTS_FACTOR, FLOOR = 2.0, 3.0, 2e-6  # of eager's error; of the largest value
+
+
+def results(model, inputs) -> dict[str, torch.Tensor]:
+    """Logits of the real tokens, and the gradient of every parameter."""
+    real = small_models.real_tokens(inputs)
+    logits = model(**inputs, use_cache=False).logits[real]
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(logits.dtype)
+    model.zero_grad()
+    (logits * weight).sum().backward()
+    return {"logits": logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def assert_as_exact_as_eager(ours: dict, eager: dict, truth: dict) -> None:
+    for name, expected in truth.items():
+        factor = LOGITS_FACTOR if name == "logits" else GRADIENTS_FACTOR
+        error, eager_error = ((x[name].double() - expected).abs().max().item() for x in (ours, eager))
+        scale = expected.abs().max().item()
+        assert eager_error < 1e-4 * scale, f"{name}: eager itself is off by {eager_error:.2e}, the reference cannot be right"
+        allowed = factor * eager_error + FLOOR * scale
+        assert error <= allowed, f"{name}: our error is {error:.2e}, eager's is {eager_error:.2e}"
+
+
+def check(family: str, padding: str) -> patches.PatchReport:
+    model = small_models.model(family)
+    inputs = small_models.batch(padding)
+    exact = copy.deepcopy(model).double()
+    if family != "gpt2":  # eager's softmax is float32 even in a float64 model; GPT-2's is not, and Transformers 4 loses its scale on sdpa
+        exact.set_attn_implementation("sdpa")
+    truth, eager = results(exact, inputs), results(model, inputs)
+    report = hf_flash2.patch(model)
+    ours = results(model, inputs)
+    assert_as_exact_as_eager(ours, eager, truth)
+    return report
+
+
+@pytest.mark.parametrize("padding", [*PADDINGS, "documents"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients(family, padding):
+    report = check(family, padding)
+    route = padding if padding in ("dense", "documents") else "padded"
+    assert [dict(routes) for routes in report.layers.values()] == [{route: 1}] * 2
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padding", ["dense", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_generation(family, padding, cache):
+    eager, model = small_models.twins(family)
+    inputs = small_models.batch(padding)
+    options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache, "eos_token_id": None}
+    report = hf_flash2.patch(model)
+    assert torch.equal(model.generate(**inputs, **options), eager.generate(**inputs, **options))
+    assert all(calls == 10 for calls in report.calls.values()), report
+
+
+class RecordingCache(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        extra = [sorted(arg) for arg in args]
+        vars(self).setdefault("record", []).append((layer_idx, key_states, value_states, extra, sorted(kwargs)))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_is_updated_as_upstream_does(family):
+    eager, model = small_models.twins(family)
+    hf_flash2.patch(model)
+    caches = RecordingCache(), RecordingCache()
+    with torch.no_grad():
+        for made, cache in zip((eager, model), caches, strict=True):
+            made(**small_models.batch("dense"), past_key_values=cache, use_cache=True)
+    for (layer, k, v, *more), (our_layer, our_k, our_v, *our_more) in zip(*(cache.record for cache in caches), strict=True):
+        assert (our_layer, our_more) == (layer, more)
+        torch.testing.assert_close((our_k, our_v), (k, v), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_tokens_do_not_change_earlier_ones(family):
+    model = small_models.model(family)
+    hf_flash2.patch(model)
+    inputs = small_models.batch("left")
+    changed = copy.deepcopy(inputs)
+    changed["input_ids"][:, -3] = 5
+    with torch.no_grad():
+        before, after = model(**inputs).logits, model(**changed).logits
+    assert torch.equal(before[:, :-3], after[:, :-3])
+    assert not torch.equal(before[:, -3:], after[:, -3:])
+
+
+def test_gpt2_cross_attention_with_a_padded_encoder():
+    model = small_models.model("gpt2", add_cross_attention=True)
+    inputs = small_models.batch("left") | {
+        "encoder_hidden_states": torch.randn(small_models.BATCH, 7, 48, generator=torch.Generator().manual_seed(3)),
+        "encoder_attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0] * 2 + [1] * 5, [1] * 7]),
+    }
+    real = small_models.real_tokens(inputs)
+    with torch.no_grad():
+        eager, eager_step = model(**inputs).logits[real], _second_step(model, inputs)
+        with hf_flash2.patched(model) as report:
+            ours, our_step = model(**inputs).logits[real], _second_step(model, inputs)
+    # Transformers 4 makes a 4-D mask of the encoder's, which is computed by SDPA
+    cross = 0 if transformers.__version__.startswith("4.") else 3
+    assert all(calls == (cross if name.endswith("crossattention") else 3) for name, calls in report.calls.items()), report
+    torch.testing.assert_close(ours, eager, rtol=0, atol=2e-5 * eager.abs().max().item())
+    torch.testing.assert_close(our_step, eager_step, rtol=0, atol=2e-5 * eager.abs().max().item())
+
+
+def _second_step(model, inputs):
+    """Logits of a token that follows on a cache: the encoder's keys and values then come from the cache."""
+    cache = model(**inputs, use_cache=True).past_key_values
+    encoder_length = inputs["encoder_hidden_states"].shape[1]
+    mask = torch.cat((inputs["attention_mask"], torch.ones(small_models.BATCH, 1, dtype=torch.int64)), 1)
+    following = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": mask, "past_key_values": cache}
+    output = model(**{**inputs, **following}).logits
+    assert cache.cross_attention_cache.get_seq_length() == encoder_length
+    return output
+
+
+BROKEN = {
+    "mask dropped": ("llama", "left", lambda mask, options: (None, options)),
+    "causal flag lost": ("gpt2", "dense", lambda mask, options: (mask, {**options, "causal": False})),
+    "window off by one": ("mistral", "dense", lambda mask, options: (mask, {**options, "sliding_window": options["sliding_window"] + 1})),
+    "scale of the layer lost": ("gpt2", "dense", lambda mask, options: (mask, {**options, "scaling": None})),
+}
+
+
+@pytest.mark.parametrize("mutation", BROKEN)
+def test_parity_fails_when_the_patch_is_broken(mutation, monkeypatch):
+    family, padding, breaking = BROKEN[mutation]
+    module = patches.gpt2 if family == "gpt2" else patches.rotary
+    attend = module.attend
+
+    def broken(layer, q, k, v, mask, **options):
+        mask, options = breaking(mask, options)
+        return attend(layer, q, k, v, mask, **options)
+
+    monkeypatch.setattr(module, "attend", broken)
+    with pytest.raises(AssertionError, match="our error"):
+        check(family, padding)

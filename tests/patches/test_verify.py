@@ -1,0 +1,71 @@
+"""verify: the comparison of a model on hf_flash2 and on eager attention, and that it finds what it is there to find."""
+
+import copy
+
+import pytest
+import small_models
+import torch
+from small_models import FAMILIES
+
+import hf_flash2
+from hf_flash2 import patches
+
+
+@pytest.mark.parametrize("padding", small_models.PADDINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_compared_with_float64(family, padding):
+    inputs = small_models.batch(padding)
+    comparison = hf_flash2.verify(small_models.model(family), inputs)
+    assert comparison.ok, comparison
+    assert (comparison.dtype, comparison.reference_dtype) == (torch.float32, torch.float64)
+    assert comparison.tokens == small_models.real_tokens(inputs).sum()
+    assert 0 < comparison.mean_error < comparison.max_error < 1e-4
+    assert "within eager's own rounding" in str(comparison)
+
+
+def test_bfloat16_is_compared_with_float32():
+    comparison = hf_flash2.verify(small_models.model("llama").bfloat16(), small_models.batch("left"))
+    assert comparison.ok, comparison
+    assert (comparison.dtype, comparison.reference_dtype) == (torch.bfloat16, torch.float32)
+    assert comparison.eager_mean_error > 1e-3
+
+
+def test_the_model_is_afterwards_as_it_was():
+    model = small_models.model("llama").train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
+    hf_flash2.verify(model, small_models.batch("right"))
+    assert (model.config._attn_implementation, model.dtype) == ("eager", torch.float32)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    report = hf_flash2.patch(model)
+    assert hf_flash2.verify(model, small_models.batch("right")).ok
+    assert set(report.calls.values()) == {1}
+    assert model.config._attn_implementation == "hf_flash2"
+
+
+def test_a_wrong_attention_is_found(monkeypatch):
+    attend = patches.rotary.attend
+    monkeypatch.setattr(patches.rotary, "attend", lambda layer, q, k, v, mask, **options: attend(layer, q, k, v, None, **options))
+    comparison = hf_flash2.verify(small_models.model("llama"), small_models.batch("left"))
+    assert not comparison.ok
+    assert comparison.ratio > 100
+    assert comparison.verdict.startswith("wrong: ")
+
+
+def test_a_layer_whose_op_does_not_run_is_found():
+    length = small_models.LENGTH
+    mask = torch.full((1, 1, length, length), torch.finfo().min).triu(1)  # a 4-D mask goes to SDPA: right, but not ours
+    comparison = hf_flash2.verify(small_models.model("mistral"), small_models.batch("dense") | {"attention_mask": mask})
+    assert comparison.idle_layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert comparison.ratio < 2
+    assert not comparison.ok
+    assert "the op did not run for model.layers.0.self_attn" in str(comparison)
+
+
+def test_a_quantised_model_is_refused():
+    model = small_models.model("llama")
+    model.config.quantization_config = {"quant_method": "some"}
+    with pytest.raises(ValueError, match="quantised"):
+        hf_flash2.verify(model, small_models.batch("dense"))
