@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -356,6 +357,39 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
     time.sleep(0.01)
     (tree.csrc / "api.cpp").write_text(API + "// changed\n")
     assert compiled() == ["api", "link libhf_flash2.so"]
+
+
+@needs_compiler
+def test_toolkit_in_another_place_leaves_the_objects_fresh(tree, monkeypatch, tmp_path):
+    """pip unpacks nvcc into a new temporary folder for every isolated build."""
+    tree.build(head_dims="64")
+    dependencies = subprocess.run([build.find_ninja(), "-C", tree.folder, "-t", "deps"], capture_output=True, text=True).stdout
+    assert "kernel.cuh" in dependencies and "cuda_runtime" not in dependencies
+    toolkit = build.find_toolkit()
+    (tmp_path / "elsewhere").symlink_to(toolkit.root)
+    monkeypatch.setattr(build, "find_toolkit", lambda: build.Toolkit(tmp_path / "elsewhere", toolkit.version, "a test"))
+    assert [line for line in tree.build(head_dims="64") if line.startswith("[")] == []
+    monkeypatch.setattr(build, "find_toolkit", lambda: build.Toolkit(toolkit.root, "99.0.0", "a test"))
+    assert len([line for line in tree.build(head_dims="64") if line.startswith("[")]) == 3  # another version compiles everything anew
+
+
+def test_second_build_in_a_folder_waits_and_says_so(tmp_path):
+    said: list[str] = []
+    first_done = threading.Event()
+    entered_early = []
+
+    def second() -> None:
+        with build._lock(tmp_path, said.append):
+            entered_early.append(not first_done.is_set())
+
+    thread = threading.Thread(target=second)
+    with build._lock(tmp_path, said.append):
+        thread.start()
+        while not said and thread.is_alive():
+            time.sleep(0.01)
+        first_done.set()
+    thread.join(10)
+    assert entered_early == [False] and said == [f"hf_flash2: waiting for another build in {tmp_path}"]
 
 
 @needs_compiler
