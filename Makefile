@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
-NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools
+NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools.command.bdist_wheel
 CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 .PHONY: demo test build lint format bench clean
@@ -41,6 +41,7 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 		echo 'sharing the packages of $(PYTHON)'; \
 		$(PYTHON) -c 'import sys; print(*[path for path in sys.path if path.endswith("-packages")], sep="\n")' \
 			> "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared_packages.pth"; \
+		$(RUN) -m pip uninstall --quiet --yes setuptools; : 'the old one that venv brings would hide the shared one'; \
 	fi
 	@if $(RUN) -c 'import $(NEEDED)' 2>/dev/null; then \
 		echo 'every package is there: installing without downloads'; \

@@ -400,7 +400,7 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, jobs: list[Job]) ->
     nvcc = ["toolkit/bin/nvcc", "-ccbin", find_host_compiler()]
     includes = [flag for path in ("include", "include/cccl") if (toolkit.root / path).is_dir() for flag in ("-isystem", f"toolkit/{path}")]
     libraries = [f"-Ltoolkit/{path}" for path in ("lib64", "lib") if (toolkit.root / path).is_dir()]
-    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), "-I", "generated", _define(f'HF_FLASH2_TOOLKIT="{toolkit.version}"')]
+    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), "-I", "generated", f'-DHF_FLASH2_TOOLKIT="{toolkit.version}"']
     # --exclude-libs hides the static CUDA runtime from the one that torch loads; -z defs finds a missing kernel now and not at load time.
     link_flags = [*nvcc, "-shared", "-cudart", "static", *libraries, "-Xlinker", "--exclude-libs=ALL,-z,defs,-s"]
     lines = [
@@ -416,7 +416,7 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, jobs: list[Job]) ->
         f"  description = link {LIBRARY_NAME}",
     ]
     for job in jobs:
-        flags = [*(flag for arch in job.archs for flag in arch.flags), *map(_define, job.defines)]
+        flags = [*(flag for arch in job.archs for flag in arch.flags), *(f"-D{define}" for define in job.defines)]
         targets = " ".join(target for arch in job.archs for target in arch.targets)
         lines += [
             f"build {_object(job.name)}: compile {_ninja_path(job.source)}",
@@ -433,10 +433,6 @@ def _object(name: str) -> str:
 
 def _log(folder: Path, name: str) -> Path:
     return folder / f"{_object(name)}.log"
-
-
-def _define(text: str) -> str:
-    return "-D" + text.replace(",", "\\,")  # nvcc splits the values of its options at commas
 
 
 def _ninja(text: str) -> str:

@@ -5,8 +5,8 @@ the dropout seed. Then the op of ops.py runs on the backend of the tensors' devi
 
 Shared by all functions below:
 
-* q, k, v: float16 or bfloat16 on CUDA; float32, float64, bfloat16 or float16 on CPU. Any strides; those the kernels cannot read (last stride
-  not 1, or not multiples of 8 elements) are copied once.
+* q, k, v: float16 or bfloat16 on CUDA; float32, float64, bfloat16 or float16 on CPU. Any strides; those the kernels cannot read (last
+  stride not 1, or not multiples of 8 elements) are copied once.
 * heads: the number of query heads is a multiple of the number of key heads; query head h reads key head h // (H / Hk). k and v are never
   repeated.
 * head dim: up to 256. One that is no multiple of 8, or a v whose head dim differs, is zero-padded by one copy.

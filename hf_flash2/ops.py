@@ -17,7 +17,8 @@ _library = torch.library.Library("hf_flash2", "DEF")
 
 _SEQUENCES = "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? key_mask, Tensor? rng_state"
 _NUMBERS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic"
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
+    "float dropout_p, bool deterministic"
 )
 _library.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_NUMBERS}) -> (Tensor out, Tensor softmax_lse)",
@@ -123,8 +124,9 @@ def _backward_cpu(
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
     return reference.attention_backward(
-        dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, softmax_scale, window_left, window_right, dropout_p
-    )
+        dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+        softmax_scale, window_left, window_right, dropout_p,
+    )  # fmt: skip
 
 
 _library.impl("forward", _forward_cuda, "CUDA")
