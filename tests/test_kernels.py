@@ -1,7 +1,7 @@
 """The attention of the device at hand (CUDA kernels on a GPU, the reference backend on a CPU) against the textbook formula.
 
-The rule of the field: measured against float64, the largest error of ours is at most 2 times that of eager PyTorch in the same dtype for out,
-and 3 times for dq, dk, dv.
+The rule of the field: measured against float64, the largest error of ours is at most 2 times that of eager PyTorch in the same dtype for
+out, and 3 times for dq, dk, dv.
 """
 
 import math
