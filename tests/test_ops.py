@@ -11,7 +11,7 @@ from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen
 
 pytestmark = pytest.mark.timeout(120)
 
-DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+DTYPE = torch.bfloat16  # what CPU and GPU both take; lse is float32 beside it
 FORMS = [
     Case("ops", head_dim=16, lengths_q=(7, 7), causal=True),
     Case("ops", head_dim=16, lengths_q=(3, 7), form="packed", causal=True),
@@ -150,6 +150,16 @@ def test_only_the_lse_may_be_used(device):
     keys_as_values = flash_attn_func(q, k, k)
     torch.testing.assert_close(dq, keys_as_values * 16**-0.5, atol=1e-2 if torch.bfloat16 == DTYPE else 1e-6, rtol=0)
     assert dk.isfinite().all() and not dv.any()
+
+
+def test_an_unused_lse_costs_no_gradient(device, monkeypatch):
+    """The backward is told that there is none, in place of a tensor of zeros to read."""
+    given = []
+    backward = ops.backward
+    monkeypatch.setattr(ops, "backward", lambda dout, dlse, *args: given.append(dlse) or backward(dout, dlse, *args))
+    q, k, v, _ = problem(device)
+    flash_attn_func(q, k, v).sum().backward()
+    assert given and all(dlse is None for dlse in given)
 
 
 def test_tensors_that_need_no_gradient_get_none(device):
