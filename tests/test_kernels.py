@@ -1,7 +1,7 @@
 """The attention of the device at hand (CUDA kernels on a GPU, the reference backend on a CPU) against the textbook formula.
 
-The rule of the field: measured against float64, the largest error of ours is at most 2 times that of eager PyTorch in the same dtype for out,
-and 3 times for dq, dk, dv.
+The rule of the field: measured against float64, the largest error of ours is at most 2 times that of eager PyTorch in the same dtype for
+out, and 3 times for dq, dk, dv.
 """
 
 import math
@@ -125,6 +125,39 @@ def test_gradient_of_a_sum(family, device):
     out = flash_attn_func(q, k, v)
     plain = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
+
+
+# Whatever the rule is for, it notices. Each row: a case, and how it is called or changed behind the truth's back.
+
+BROKEN = {
+    "causal lost": (Case("broken", causal=True), {"causal": False}),
+    "causal added": (Case("broken", lengths_q=(64, 64), lengths_k=(70, 70)), {"causal": True}),
+    "window one too wide": (Case("broken", lengths_q=(150,), window=(20, 5)), {"window_size": (21, 5)}),
+    "window one too narrow": (Case("broken", lengths_q=(150,), window=(20, 5)), {"window_size": (20, 4)}),
+    "scale of the padded head dim": (Case("broken", head_dim=63), {"softmax_scale": 64**-0.5}),
+    "dropout lost": (Case("broken", dropout_p=0.1), {"dropout_p": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_rule_notices(name, family, device):
+    case, overrides = BROKEN[name]
+    sample = Sample(case, torch.bfloat16, device)
+    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    truth, eager = sample.expected(torch.float64, keep), sample.expected(torch.bfloat16, keep)
+    compare(sample.actual(), truth, eager, torch.bfloat16, sample.sum_sizes())
+    peek_rng_state(device, seed=7)
+    with pytest.raises(AssertionError, match="is off by"):
+        compare(sample.actual(**overrides), truth, eager, torch.bfloat16, sample.sum_sizes())
+
+
+def test_the_rule_notices_a_dropped_mask(family, device):
+    case = Case("broken", lengths_q=(60, 70), form="ranges", padding="holes", causal=True)
+    sample = Sample(case, torch.bfloat16, device)
+    truth, eager = sample.expected(torch.float64), sample.expected(torch.bfloat16)
+    sample.key_mask = torch.ones_like(sample.key_mask)
+    with pytest.raises(AssertionError, match="is off by"):
+        compare(sample.actual(), truth, eager, torch.bfloat16, sample.sum_sizes())
 
 
 # Repeats

@@ -1,0 +1,273 @@
+"""functional.py: flash-attn's signatures and semantics, and errors that name the value, the expectation and the remedy."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, native, ops
+
+pytestmark = pytest.mark.timeout(60)
+
+DTYPE = torch.bfloat16  # what CPU and GPU both take
+
+# Parameter order and defaults of flash_attn 2.x.
+TAIL = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+PACKED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+@pytest.mark.parametrize(
+    ("function", "positional", "tail"),
+    [(flash_attn_func, ("q", "k", "v"), TAIL), (flash_attn_varlen_func, PACKED, TAIL | {"block_table": None})],
+)
+def test_signatures_are_those_of_flash_attn(function, positional, tail):
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [*positional, *tail]
+    assert {name: parameters[name].default for name in tail} == tail
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+def qkv(device, shape_q=(2, 5, 4, 16), shape_k=None, dtype=DTYPE):
+    shape_k = shape_k or (*shape_q[:-2], shape_q[-2] // 2, shape_q[-1])
+    return tuple(torch.randn(shape, device=device).to(dtype) for shape in (shape_q, shape_k, shape_k))
+
+
+def test_returns_out_alone_or_with_lse(device):
+    q, k, v = qkv(device)
+    out = flash_attn_func(q, k, v)
+    assert out.shape == q.shape
+    again, lse, nothing = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert torch.equal(again, out)
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    assert nothing is None
+    cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    out, lse, _ = flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, 5, 5, return_attn_probs=True)
+    assert out.shape == (10, 4, 16)
+    assert lse.shape == (4, 10)
+
+
+@pytest.mark.parametrize("head_dim", (16, 20))
+def test_default_scale_is_that_of_the_given_head_dim(head_dim, device):
+    """Also where the head dim is zero-padded (20 runs as 24)."""
+    q, k, v = qkv(device, (1, 9, 2, head_dim))
+    assert torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v, softmax_scale=head_dim**-0.5))
+    assert not torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v, softmax_scale=24**-0.5))
+
+
+@pytest.mark.parametrize("head_dim_v", (8, 12, 40))
+def test_v_may_have_another_head_dim(head_dim_v, device):
+    q, k, _ = qkv(device, (1, 9, 2, 16))
+    v = torch.randn(1, 9, 1, head_dim_v, device=device).to(DTYPE).requires_grad_()
+    out = flash_attn_func(q, k, v, causal=True)
+    assert out.shape == (1, 9, 2, head_dim_v)
+    wide = torch.nn.functional.pad(v, (0, 40 - head_dim_v))
+    padded = [torch.nn.functional.pad(x, (0, 24)) for x in (q, k)]
+    expected = flash_attn_func(*padded, wide, softmax_scale=16**-0.5, causal=True)[..., :head_dim_v]
+    torch.testing.assert_close(out, expected, rtol=0, atol=2**-7)
+    (dv,) = torch.autograd.grad(out.float().square().sum(), v)
+    assert dv.shape == v.shape
+
+
+def test_causal_means_no_key_on_the_right(device):
+    q, k, v = qkv(device)
+    expected = flash_attn_func(q, k, v, window_size=(-1, 0))
+    assert torch.equal(flash_attn_func(q, k, v, causal=True), expected)
+    assert torch.equal(flash_attn_func(q, k, v, causal=True, window_size=(-1, 3)), expected)
+    assert not torch.equal(flash_attn_func(q, k, v), expected)
+
+
+def test_max_seqlen_may_be_a_tensor(device):
+    q, k, v = (x.flatten(0, 1) for x in qkv(device))
+    cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+    expected = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5)
+    longest = torch.tensor(5, device=device)
+    assert torch.equal(flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest), expected)
+
+
+def test_an_empty_batch_is_no_error(device):
+    q, k, v = (x.requires_grad_() for x in qkv(device, (0, 5, 4, 16)))
+    out = flash_attn_func(q, k, v)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("asked_by", ("argument", "torch", "nobody"))
+def test_deterministic_reaches_the_op(asked_by, device, monkeypatch, request):
+    seen = []
+    forward = ops.forward
+
+    def spy(*args):
+        seen.append(args[-1])
+        return forward(*args)
+
+    monkeypatch.setattr(ops, "forward", spy)
+    if asked_by == "torch":
+        request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+        torch.use_deterministic_algorithms(True)
+    flash_attn_func(*qkv(device), deterministic=asked_by == "argument")
+    assert set(seen) == {asked_by != "nobody"}
+
+
+def test_no_generator_is_touched_without_dropout(device):
+    before = torch.get_rng_state()
+    flash_attn_func(*qkv("cpu"))
+    torch.set_rng_state(before)
+    q, k, v = qkv("cpu")
+    after_inputs = torch.get_rng_state()
+    flash_attn_func(q, k, v)
+    assert torch.equal(torch.get_rng_state(), after_inputs)
+
+
+# Errors. Each row: the wrong call, then what the message must contain: the argument, the value, what was expected or what to do.
+
+
+def dense(**changes):
+    """flash_attn_func on good tensors but for `changes`, each a function of the good tensor or a plain value."""
+
+    def call(device):
+        q, k, v = qkv(device)
+        tensors = {"q": q, "k": k, "v": v}
+        arguments = {name: change(tensors[name]) if name in tensors else change for name, change in changes.items()}
+        return flash_attn_func(**(tensors | arguments))
+
+    return call
+
+
+def packed(cu_seqlens_q=(0, 5, 10), cu_seqlens_k=(0, 5, 10), dtype=torch.int32, prepare=lambda x: x, **options):
+    def call(device):
+        q, k, v = (x.flatten(0, 1) for x in qkv(device))
+        cu_seqlens = [prepare(torch.tensor(c, dtype=dtype, device=device)) for c in (cu_seqlens_q, cu_seqlens_k)]
+        return flash_attn_varlen_func(q, k, v, *cu_seqlens, 5, 5, **options)
+
+    return call
+
+
+def ranges(ranges_q=None, ranges_k=None, key_mask=None, dtype=torch.int32):
+    def call(device):
+        given = [None if r is None else torch.tensor(r, dtype=dtype, device=device) for r in (ranges_q, ranges_k)]
+        return flash_attn_ranges_func(*qkv(device), *given, None if key_mask is None else key_mask.to(device))
+
+    return call
+
+
+ALL = [[0, 0], [5, 5]]
+WRONG = {
+    "dtype": (dense(q=lambda x: x.int(), k=lambda x: x.int(), v=lambda x: x.int()), "q, k, v", "int32", "bfloat16", "autocast"),
+    "mixed dtypes": (dense(q=lambda x: x.float()), "q, k, v", "float32", "bfloat16", "cast"),
+    "3-D": (dense(q=lambda x: x[0], k=lambda x: x[0], v=lambda x: x[0]), "4 dimensions", "[5, 4, 16]", "flash_attn_varlen_func"),
+    "batch": (dense(k=lambda x: x[:1], v=lambda x: x[:1]), "batch", "2, 1, 1"),
+    "heads": (dense(k=lambda x: x[:, :, [0, 0, 0]], v=lambda x: x[:, :, [0, 0, 0]]), "heads", "multiple", "4 and 3"),
+    "no heads": (dense(k=lambda x: x[:, :, :0], v=lambda x: x[:, :, :0]), "heads", "4 and 0"),
+    "keys and values": (dense(v=lambda x: x[:, :3]), "k and v", "[2, 5, 2, 16]", "[2, 3, 2, 16]"),
+    "head dims": (dense(k=lambda x: x[..., :8]), "q and k", "head dim", "16 and 8"),
+    "wide head": (
+        dense(**dict.fromkeys("qkv", lambda x: x.repeat(1, 1, 1, 17))),
+        "head_dim",
+        "256",
+        "272",
+        "sdpa",
+    ),
+    "wide value head": (dense(v=lambda x: x.repeat(1, 1, 1, 17)), "head_dim", "256", "272", "sdpa"),
+    "dropout": (dense(dropout_p=1.0), "dropout_p", "below 1", "1.0"),
+    "negative dropout": (dense(dropout_p=-0.1), "dropout_p", "at least 0", "-0.1"),
+    "window": (dense(window_size=(-2, 0)), "window_size", "-1 for unlimited", "(-2, 0)"),
+    "softcap": (dense(softcap=30.0), "softcap=30.0", "eager"),
+    "alibi": (dense(alibi_slopes=torch.ones(4)), "alibi_slopes", "eager"),
+    "4-D packed": (
+        lambda device: flash_attn_varlen_func(*qkv(device), *[torch.tensor([0, 5], dtype=torch.int32, device=device)] * 2, 5, 5),
+        "3 dimensions",
+        "[2, 5, 4, 16]",
+        "flash_attn_func",
+    ),
+    "cu_seqlens dtype": (packed(dtype=torch.int64), "cu_seqlens_q", "int32", "int64", "cumsum"),
+    "cu_seqlens shape": (packed(cu_seqlens_q=(0,)), "cu_seqlens_q", "[batch + 1]", "[1]"),
+    "cu_seqlens strides": (packed((0, 9, 5, 9, 10), (0, 9, 5, 9, 10), prepare=lambda x: x[::2]), "cu_seqlens_q", "contiguous", "[2]"),
+    "cu_seqlens count": (packed(cu_seqlens_k=(0, 10)), "cu_seqlens_q and cu_seqlens_k", "2 and 1"),
+    "block table": (packed(block_table=torch.zeros(1, 1)), "block_table", "plain tensors"),
+    "ranges dtype": (ranges(ALL, ALL, dtype=torch.int64), "ranges_q", "int32", "[2, 2]", "int64"),
+    "ranges shape": (ranges(None, [[0], [5]]), "ranges_k", "[2, 2] or [3, 2]", "[2, 1]"),
+    "mask without ranges": (ranges(key_mask=torch.ones(2, 5).bool()), "key_mask", "ranges_k", "padded_batch"),
+    "mask without its row": (ranges(None, ALL, torch.ones(2, 5).bool()), "ranges_k", "[3, 2]", "[2, 2]"),
+    "mask shape": (ranges(None, [*ALL, [1, 1]], torch.ones(2, 4).bool()), "key_mask", "[2, 5]", "[2, 4]"),
+    "mask dtype": (ranges(None, [*ALL, [1, 1]], torch.ones(2, 5)), "key_mask", "bool or uint8", "float32"),
+}
+# What is checked on the CPU only, where looking at values costs no synchronisation.
+WRONG_VALUES = {
+    "cu_seqlens falls": (packed(cu_seqlens_q=(0, 7, 5)), "cu_seqlens_q", "rise", "[0, 7, 5]"),
+    "cu_seqlens beyond": (packed(cu_seqlens_k=(0, 5, 11)), "cu_seqlens_k", "10 tokens", "[0, 5, 11]"),
+    "cu_seqlens below": (packed(cu_seqlens_k=(-1, 5, 10)), "cu_seqlens_k", "from 0", "[-1, 5, 10]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_value_expectation_and_remedy(name, device):
+    call, *words = WRONG[name]
+    check_error(call, words, device)
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_errors_about_values(name):
+    call, *words = WRONG_VALUES[name]
+    check_error(call, words, torch.device("cpu"))
+
+
+def check_error(call, words, device):
+    with pytest.raises(ValueError) as error:
+        call(device)
+    missing = [word for word in words if not re.search(re.escape(word), str(error.value))]
+    assert not missing, f"{error.value!s} does not say {missing}"
+    q, k, v = (x.requires_grad_() for x in qkv(device))
+    out = flash_attn_func(q, k, v)
+    out.backward(torch.ones_like(out))  # the next correct call works
+    assert out.isfinite().all() and q.grad.isfinite().all()
+
+
+def test_tensors_on_two_devices(device):
+    q, k, v = qkv(device)
+    with pytest.raises(ValueError, match="q, k, v must be on one device"):
+        flash_attn_func(q, k.to("meta"), v)
+
+
+def test_a_device_without_backend():
+    with pytest.raises(ValueError, match="cuda or cpu, got meta.*sdpa"):
+        flash_attn_func(*(x.to("meta") for x in qkv("cpu")))
+
+
+def test_a_missing_library_is_named_with_its_remedy(monkeypatch, tmp_path):
+    """What a CUDA tensor meets when the kernels are not built: an error, never another backend."""
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / "nowhere.so"))
+    native.library.cache_clear()
+    native.check_device.cache_clear()
+    try:
+        with pytest.raises(native.NotAvailableError, match="nowhere.so does not exist.*hf-flash2 build"):
+            native.library()
+        (tmp_path / "nowhere.so").write_text("no library")
+        with pytest.raises(native.NotAvailableError, match="cannot be loaded.*hf-flash2 build"):
+            native.library()
+        assert "cannot be loaded" in native.reason_unavailable()
+    finally:
+        native.library.cache_clear()
+        native.check_device.cache_clear()
+
+
+def test_an_unknown_family_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm42")
+    with pytest.raises(ValueError, match="HF_FLASH2_FAMILY must be one of auto, sm80, sm90, got 'sm42'"):
+        native.forced_family()
+
+
+def test_the_module_documents_every_shared_argument():
+    for name in TAIL:
+        assert name in functional.__doc__ or name == "window_size", name

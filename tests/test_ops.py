@@ -1,0 +1,215 @@
+"""ops.py: the torch.library contract, torch.compile, checkpointing, refusals of autograd, and what a call costs the host."""
+
+import time
+
+import pytest
+import torch
+from cases import Case, Sample
+from torch.utils.checkpoint import checkpoint
+
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, ops, packing, reference
+
+pytestmark = pytest.mark.timeout(120)
+
+DTYPE = torch.bfloat16  # what CPU and GPU both take; lse is float32 beside it
+FORMS = [
+    Case("ops", head_dim=16, lengths_q=(7, 7), causal=True),
+    Case("ops", head_dim=16, lengths_q=(3, 7), form="packed", causal=True),
+    Case("ops", head_dim=16, lengths_q=(3, 7), form="ranges", padding="left", causal=True),
+    Case("ops", head_dim=16, lengths_q=(6, 7), form="ranges", padding="holes", causal=True),
+    Case("ops", head_dim=16, lengths_q=(7, 7), dropout_p=0.2),
+]
+forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
+
+
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The arguments of each op call, as functional.py makes them."""
+    calls = []
+    forward = ops.forward
+    monkeypatch.setattr(ops, "forward", lambda *args: calls.append(args) or forward(*args))
+    return calls
+
+
+@forms
+def test_opcheck_of_forward(case, device, op_calls):
+    sample = Sample(case, DTYPE, device)
+    sample.call(*(x.detach().nan_to_num().requires_grad_() for x in sample.inputs()[:3]))
+    torch.library.opcheck(torch.ops.hf_flash2.forward.default, op_calls[0])
+
+
+@forms
+def test_opcheck_of_backward(case, device, op_calls):
+    sample = Sample(case, DTYPE, device)
+    out, lse = sample.call(*(x.detach().nan_to_num() for x in sample.inputs()[:3]))
+    dlse = torch.randn_like(lse)
+    arguments = op_calls[0]
+    for given in (None, dlse):
+        torch.library.opcheck(
+            torch.ops.hf_flash2.backward.default, (torch.randn_like(out), given, *arguments[:3], out, lse, *arguments[3:])
+        )
+
+
+def padded_attention(q, k, v, mask):
+    """What a model's layers do with a padded batch, the ranges included."""
+    batch = packing.padded_batch(mask, q.shape[1])
+    return flash_attn_ranges_func(q, k, v, batch.ranges_q, batch.ranges_k, batch.key_mask, causal=True)
+
+
+def unpadded_attention(q, k, v, mask):
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def packed_attention(q, k, v, mask):
+    tokens = [x.flatten(0, 1) for x in (q, k, v)]
+    cu_seqlens = torch.arange(0, (q.shape[0] + 1) * q.shape[1], q.shape[1], dtype=torch.int32, device=q.device)
+    return flash_attn_varlen_func(*tokens, cu_seqlens, cu_seqlens, q.shape[1], q.shape[1], causal=True).view_as(q)
+
+
+def dropped_attention(q, k, v, mask):
+    return flash_attn_func(q, k, v, dropout_p=0.3)
+
+
+def wide_attention(q, k, v, mask):
+    """A head dim that has to be zero-padded, and lse as a result."""
+    out, lse, _ = flash_attn_func(q[..., :13], k[..., :13], v[..., :13], return_attn_probs=True)
+    return out * lse.transpose(1, 2).unsqueeze(-1).to(out.dtype)
+
+
+attentions = pytest.mark.parametrize(
+    "attention", (padded_attention, unpadded_attention, packed_attention, dropped_attention, wide_attention), ids=lambda f: f.__name__
+)
+
+
+def problem(device, batch=2, seqlen=9):
+    q, k, v = (torch.randn(batch, seqlen, heads, 16, device=device, dtype=DTYPE, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.arange(seqlen, device=device) >= torch.tensor([[3], [0]] * (batch // 2), device=device)
+    return q, k, v, mask
+
+
+def run(attention, q, k, v, mask):
+    """out, dq, dk, dv, from a fixed seed"""
+    torch.manual_seed(4)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, mask)
+    out.backward(torch.ones_like(out))
+    return out.detach(), *(x.grad for x in leaves)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@attentions
+def test_compiles_without_graph_break(attention, device, fresh_compiler):
+    """fullgraph=True raises on any break; outputs and gradients are those of eager mode."""
+    arguments = problem(device)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(run(compiled, *arguments), run(attention, *arguments), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@attentions
+def test_lengths_may_change_without_recompiling(attention, device, fresh_compiler):
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, seqlen in ((6, 9), (6, 17), (8, 33)):  # no size equal to another: the compiler would take that for a rule
+        arguments = problem(device, batch, seqlen)
+        for actual, expected in zip(run(compiled, *arguments), run(attention, *arguments), strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@attentions
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_checkpointing_gives_the_same_gradients(attention, use_reentrant, device):
+    *tensors, mask = problem(device)
+
+    def checkpointed(q, k, v, mask):
+        return checkpoint(attention, q, k, v, mask, use_reentrant=use_reentrant)
+
+    for actual, expected in zip(run(checkpointed, *tensors, mask), run(attention, *tensors, mask), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_second_derivatives_are_refused(device):
+    q, k, v, mask = problem(device)
+    (dq,) = torch.autograd.grad(unpadded_attention(q, k, v, mask).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative.*eager"):
+        dq.sum().backward()
+
+
+def test_only_the_lse_may_be_used(device):
+    """The gradient of lse alone is that of softmax: rows of dq are the mean of keys under the probabilities."""
+    q, k, v, _ = problem(device)
+    _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    keys_as_values = flash_attn_func(q, k, k)
+    torch.testing.assert_close(dq, keys_as_values * 16**-0.5, atol=1e-2 if torch.bfloat16 == DTYPE else 1e-6, rtol=0)
+    assert dk.isfinite().all() and not dv.any()
+
+
+def test_an_unused_lse_costs_no_gradient(device, monkeypatch):
+    """The backward is told that there is none, in place of a tensor of zeros to read."""
+    given = []
+    backward = ops.backward
+    monkeypatch.setattr(ops, "backward", lambda dout, dlse, *args: given.append(dlse) or backward(dout, dlse, *args))
+    q, k, v, _ = problem(device)
+    flash_attn_func(q, k, v).sum().backward()
+    assert given and all(dlse is None for dlse in given)
+
+
+def test_tensors_that_need_no_gradient_get_none(device):
+    q, k, v, _ = problem(device)
+    out = flash_attn_func(q.detach(), k, v.detach())
+    out.sum().backward()
+    assert q.grad is None and v.grad is None and k.grad is not None
+    assert not flash_attn_func(q.detach(), k.detach(), v.detach()).requires_grad
+    with torch.no_grad():
+        assert not flash_attn_func(q, k, v).requires_grad
+
+
+def test_inputs_changed_in_place_are_noticed(device):
+    q, k, v, _ = problem(device)
+    value = v * 1
+    out = flash_attn_func(q, k, value)
+    value.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_backend_is_named(device):
+    q, k, v, _ = problem(device)
+    flash_attn_func(q, k, v)
+    assert last_backend() == "cpu-reference" if device.type == "cpu" else last_backend().startswith("cuda-sm")
+
+
+def host_microseconds(call, calls=200, rounds=20) -> float:
+    """The fastest of several rounds, so that a busy machine does not count."""
+    call()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return best * 1e6
+
+
+def test_host_cost_of_a_call(device, monkeypatch, capsys):
+    """Checks, dispatch and autograd of one call, the kernel itself apart: 18 us on a 2-core EPYC; the bound is for slow machines."""
+    q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=DTYPE, requires_grad=True) for _ in range(3))
+    if device.type == "cpu":
+        lse = torch.empty(1, 2, 8)
+        monkeypatch.setattr(reference, "attention_forward", lambda q, *_: (torch.empty_like(q), torch.empty_like(lse)))
+    cost = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
+    with torch.no_grad():
+        cost_without_grad = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
+    with capsys.disabled():
+        print(f" host cost of a call: {cost:.1f} us with autograd, {cost_without_grad:.1f} us without ", end="")
+    assert cost < 60

@@ -1,0 +1,122 @@
+"""parity.py: good attention passes, and attention that is broken on purpose does not."""
+
+import argparse
+import inspect
+import json
+
+import pytest
+import torch
+
+from hf_flash2 import interface, parity
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    return parity.run(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("padding", parity.PADDINGS)
+@pytest.mark.parametrize("model", parity.CONFIGS)
+def test_every_model_and_padding(model, padding, device, record_errors):
+    result = parity.measure(model, torch.bfloat16, padding, str(device))
+    assert result.problems == []
+    assert result.verdict == "within eager's own rounding"
+    assert result.routes == [{"none": "dense", "documents": "documents"}.get(padding, "padded")] * parity.LAYERS
+    record_errors({"logits": result.logits.ratio, "gradients": result.gradients[result.worst_gradient].ratio})
+
+
+def breaking(monkeypatch, name: str, **changes) -> None:
+    """Make interface.py call flash_attn_<name>_func with some arguments changed, each by a function of the argument."""
+    function = getattr(interface, name)
+    signature = inspect.signature(function)
+
+    def broken(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments |= {name: change(bound.arguments[name]) for name, change in changes.items()}
+        return function(*bound.args, **bound.kwargs)
+
+    monkeypatch.setattr(interface, name, broken)
+
+
+def lost(_):
+    return None
+
+
+BREAKS = {
+    "causal lost": ("llama", "none", "flash_attn_func", {"causal": lambda _: False, "window_size": lambda w: (w[0], -1)}),
+    "mask dropped": ("llama", "left", "flash_attn_ranges_func", dict.fromkeys(("ranges_q", "ranges_k", "key_mask"), lost)),
+    "holes filled": ("gpt2", "holes", "flash_attn_ranges_func", {"key_mask": torch.ones_like}),
+    "window one too wide": ("mistral", "none", "flash_attn_func", {"window_size": lambda w: (w[0] + 1, w[1])}),
+    "window one too narrow": ("mistral", "right", "flash_attn_ranges_func", {"window_size": lambda w: (w[0] - 1, w[1])}),
+    "scale lost": ("gpt2", "none", "flash_attn_func", {"softmax_scale": lambda _: 1.0}),
+    "key heads swapped": ("llama", "none", "flash_attn_func", {"k": lambda k: k.flip(2)}),
+    "documents merged": (
+        "llama",
+        "documents",
+        "flash_attn_varlen_func",
+        {
+            "cu_seqlens_q": lambda c: c[[0, -1]],
+            "cu_seqlens_k": lambda c: c[[0, -1]],
+            "max_seqlen_q": lambda _: 4096,
+            "max_seqlen_k": lambda _: 4096,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_broken_attention_is_noticed(name, device, monkeypatch):
+    model, padding, function, changes = BREAKS[name]
+    breaking(monkeypatch, function, **changes)
+    result = parity.measure(model, torch.bfloat16, padding, str(device))
+    assert result.problems and result.verdict == "NOT within eager's own rounding"
+    assert result.logits.ratio > 3, "the logits alone show it"
+
+
+def test_wrong_gradients_are_noticed(device, monkeypatch):
+    """The forward is right, dk is half as large again."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 1.5
+
+    breaking(monkeypatch, "flash_attn_func", k=Scaled.apply)
+    result = parity.measure("llama", torch.float16, "none", str(device))
+    assert result.logits.ratio <= parity.ALLOWED_LOGITS
+    assert any("gradient" in problem for problem in result.problems)
+
+
+def test_attention_that_did_not_run_is_noticed(device, monkeypatch):
+    monkeypatch.setattr(interface, "_reason_for_sdpa", lambda *_: "a reason")
+    result = parity.measure("llama", torch.bfloat16, "none", str(device))
+    assert any("handed to SDPA" in problem for problem in result.problems)
+
+
+def test_command_line(capsys):
+    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "24", "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["ok"] and result["verdict"] == "within eager's own rounding" and result["backend"] == "cpu-reference"
+    assert result["ratio_logits"] == pytest.approx(result["logits"]["ours_max"] / result["logits"]["eager_max"])
+    assert "transformer.h.0.attn.c_attn.weight" in result["gradients"]
+
+
+def test_the_exit_code_is_1_for_a_difference_that_is_not_normal(capsys, monkeypatch):
+    breaking(monkeypatch, "flash_attn_ranges_func", key_mask=lost, ranges_q=lost, ranges_k=lost)
+    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "24") == 1
+    out = capsys.readouterr().out
+    assert "gpt2, left: logits are" in out and "does not explain" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there(capsys):
+    assert run("--device", "cuda") == 1
+    assert "use --device cpu" in capsys.readouterr().err
