@@ -41,9 +41,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_flash2
+from demo_models import MODEL_TYPES, SIZES, make_config, vocab_size
 from finetune_report import Progress, Run, describe_machine, peak_memory_bytes, plot, reset_peak_memory, table, write_files
-from model_shapes import MODEL_TYPES, SIZES, make_config, vocab_size
-from stdlib_data import Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
+from stdlib_data import OUTPUTS, Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
 
 IMPLEMENTATIONS = ("eager", "sdpa", "hf_flash2")
 WARMUP_STEPS = 3  # left out of tokens per second
@@ -125,7 +125,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48, help="generated at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_lora"))
+    parser.add_argument("--output-dir", type=Path, default=OUTPUTS / "finetune_lora")
     return parser.parse_args(argv)
 
 
@@ -133,7 +133,7 @@ def choose_demo_settings(args: argparse.Namespace, device: torch.device) -> None
     """Settings for `--demo`: all implementations, within a few minutes on this device."""
     args.implementation = list(IMPLEMENTATIONS)
     if device.type == "cpu":
-        args.size, args.dtype, args.max_length, args.steps, args.base_steps = "tiny", "float32", 768, 30, 40
+        args.size, args.dtype, args.max_length, args.steps, args.base_steps = "tiny", "float32", 768, 50, 60
         return
     roomy = torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
     args.size, args.dtype, args.batch_size = "1b" if roomy else "small", "bfloat16", 16 if roomy else 8
@@ -143,7 +143,7 @@ def choose_demo_settings(args: argparse.Namespace, device: torch.device) -> None
 def prepare_job(args: argparse.Namespace, accelerator: Accelerator) -> Job:
     corpus = load_corpus()
     with accelerator.main_process_first():
-        tokenizer = load_tokenizer(corpus, vocab_size(args.size), args.output_dir)
+        tokenizer = load_tokenizer(corpus, vocab_size(args.size))
     train, evaluation = (tokenize(pairs, tokenizer, args.max_length) for pairs in (corpus.train, corpus.evaluation))
     return Job(args, accelerator, corpus, tokenizer, train, evaluation)
 
@@ -261,10 +261,11 @@ def round_trip(job: Job, model: peft.PeftModel, base: Path, implementation: str)
 
 @torch.no_grad()
 def complete(job: Job, model: peft.PeftModel) -> str:
-    """What the model writes after the signature and docstring of a short function it has not seen (greedy)."""
+    """What the model writes after the signature and docstring of a short function it has not seen."""
     prompt = next(pair.prompt for pair in job.corpus.evaluation if pair.prompt.startswith("def ") and pair.prompt.count("\n") == 2)
     inputs = job.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(job.device)
-    tokens = model.generate(**inputs, max_new_tokens=job.args.new_tokens, do_sample=False)
+    # Greedy, with what keeps a very young model from stopping at once or repeating itself.
+    tokens = model.generate(**inputs, max_new_tokens=job.args.new_tokens, min_new_tokens=16, do_sample=False, repetition_penalty=1.3)
     completion = job.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     shown = [f"  | {line}" for line in prompt.splitlines()] + [f"  > {line}" for line in completion.splitlines()[:6]]
     job.say("\n".join(["completion of an unseen function (a model this young writes the shape of Python, not its sense):", *shown]))

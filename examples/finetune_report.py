@@ -104,7 +104,7 @@ def write_files(args: argparse.Namespace, accelerator: Accelerator, data: dict[s
 
 
 def plot(args: argparse.Namespace, accelerator: Accelerator, runs: list[Run]) -> str:
-    """Draw the loss curves over each other, their differences and the speeds. Returns where, or why not."""
+    """Draw the loss curves over each other, and the speeds. Returns where, or why not."""
     try:
         import matplotlib
     except ImportError:
@@ -115,18 +115,12 @@ def plot(args: argparse.Namespace, accelerator: Accelerator, runs: list[Run]) ->
     runs = [run for run in runs if run.failure is None]
     if not runs:
         return "not drawn (no implementation finished)"
-    figure, (curves, differences, speeds) = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(3, 2, 2), layout="constrained")
-    steps = range(1, args.steps + 1)
+    figure, (curves, speeds) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1), layout="constrained")
     for run in runs:
-        curves.plot(steps, run.losses, label=run.implementation, **STYLES[run.implementation])
+        off = f" (off by at most {max(_differences(run, runs[0])):.1e})" if run is not runs[0] else ""
+        curves.plot(range(1, args.steps + 1), run.losses, label=run.implementation + off, **STYLES[run.implementation])
     curves.set(title="training loss", xlabel="step", ylabel="cross-entropy per token")
     curves.legend(handlelength=4)
-    for run in runs[1:]:
-        differences.plot(steps, _differences(run, runs[0]), label=run.implementation, **STYLES[run.implementation])
-    differences.set(title=f"|loss - loss of {runs[0].implementation}|", xlabel="step")
-    if len(runs) > 1:
-        differences.set_yscale("log")
-        differences.legend(handlelength=4)
     colors = [STYLES[run.implementation]["color"] for run in runs]
     bars = speeds.bar([run.implementation for run in runs], [run.tokens_per_second for run in runs], color=colors)
     speeds.bar_label(bars, fmt="{:,.0f}")

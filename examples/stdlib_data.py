@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 PAD, END = "<pad>", "<end>"  # token ids 0 and 1
 PAD_ID, END_ID = 0, 1
+OUTPUTS = Path("outputs")  # what the examples keep between runs
 IGNORED = -100  # a label that the loss skips
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
@@ -67,7 +68,7 @@ def load_corpus() -> Corpus:
     return Corpus(train, evaluation, fingerprint.hexdigest()[:12])
 
 
-def load_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(corpus: Corpus, vocab_size: int, folder: Path = OUTPUTS) -> PreTrainedTokenizerFast:
     """A byte-level BPE trained on the training pairs, kept in `folder` so that the next run finds it."""
     path = folder / f"tokenizer-{vocab_size}-{corpus.fingerprint}.json"
     if not path.is_file():
@@ -151,8 +152,8 @@ def _pairs_of_file(path: Path, name: Path) -> Iterator[Pair]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or ast.get_docstring(node) is None or len(node.body) < 2:
             continue
         docstring, first = node.body[0], node.body[1]
-        if first.lineno == docstring.end_lineno:
-            continue  # two statements on one line cannot be cut by lines
         function = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).splitlines(keepends=True)
+        if first.lineno == docstring.end_lineno or function[0][0].isspace():
+            continue  # two statements on one line cannot be cut by lines; a string that starts in column 0 cannot be dedented
         cut = docstring.end_lineno - node.lineno + 1
         yield Pair("".join(function[:cut]), "".join(function[cut:]), f"{name.as_posix()}:{node.lineno}")
