@@ -79,7 +79,7 @@ class Job:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    accelerator = Accelerator(cpu=args.device == "cpu")
+    accelerator = Accelerator(cpu=args.device == "cpu" or not torch.cuda.is_available())
     quiet_libraries()
     if args.demo:
         choose_demo_settings(args, accelerator.device)
