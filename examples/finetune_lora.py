@@ -3,6 +3,7 @@
     python examples/finetune_lora.py --demo                                  # what `make demo` runs: small on a CPU, 1 B on a GPU
     python examples/finetune_lora.py --implementation hf_flash2 --how patch  # one implementation, by hf_flash2.patch(model)
     accelerate launch --num_processes 2 examples/finetune_lora.py --size 1b --dtype bfloat16
+    torchrun --nproc_per_node 2 examples/finetune_lora.py                    # two processes on a CPU (accelerate launch needs MPI for that)
 
 What it does, in order:
 
@@ -14,7 +15,7 @@ What it does, in order:
    The adapter is saved, loaded into a fresh base, checked to give the same logits, and completes a function it has not seen.
 4. The comparison (finetune_report.py): table, loss curves (PNG), run.json and losses.csv.
 
-Runs on one or more processes under `accelerate launch`; --batch-size is per process.
+Runs on one or more processes; --batch-size is per process, and two processes of 8 train exactly as one of 16.
 """
 
 import argparse

@@ -6,6 +6,7 @@ so `Corpus.fingerprint` names the text that a run really used.
 """
 
 import ast
+import functools
 import hashlib
 import sysconfig
 import textwrap
@@ -54,6 +55,7 @@ class Example:
     prompt_length: int
 
 
+@functools.cache
 def load_corpus() -> Corpus:
     """All pairs of the running Python's standard library, about 5 % of them (by hash) for evaluation."""
     pairs = {pair.prompt + pair.completion: pair for pair in _stdlib_pairs()}
