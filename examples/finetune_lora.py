@@ -2,7 +2,7 @@
 
     python examples/finetune_lora.py --demo                                  # what `make demo` runs: small on a CPU, 1 B on a GPU
     python examples/finetune_lora.py --implementation hf_flash2 --how patch  # one implementation, by hf_flash2.patch(model)
-    accelerate launch --num_processes 2 examples/finetune_lora.py --size 1b --dtype bfloat16
+    accelerate launch --num_processes 2 examples/finetune_lora.py --size 1b
     torchrun --nproc_per_node 2 examples/finetune_lora.py                    # two processes on a CPU (accelerate launch needs MPI for that)
 
 What it does, in order:
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     accelerator = Accelerator(cpu=args.device == "cpu" or not torch.cuda.is_available())
     quiet_libraries()
+    args.dtype = args.dtype or ("float32" if accelerator.device.type == "cpu" else "bfloat16")
     if args.demo:
         choose_demo_settings(args, accelerator.device)
     job = prepare_job(args, accelerator)
@@ -114,7 +115,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--how", choices=("flag", "patch"), default="flag", help="attn_implementation= at load, or hf_flash2.patch(model)")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen weights; LoRA's are float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--batch-size", type=int, default=16, help="per process")
@@ -134,10 +135,10 @@ def choose_demo_settings(args: argparse.Namespace, device: torch.device) -> None
     """Settings for `--demo`: all implementations, within a few minutes on this device."""
     args.implementation = list(IMPLEMENTATIONS)
     if device.type == "cpu":
-        args.size, args.dtype, args.max_length, args.steps, args.base_steps = "tiny", "float32", 768, 50, 60
+        args.size, args.max_length, args.steps, args.base_steps = "tiny", 768, 40, 50
         return
     roomy = torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
-    args.size, args.dtype, args.batch_size = "1b" if roomy else "small", "bfloat16", 16 if roomy else 8
+    args.size, args.batch_size = ("1b", 16) if roomy else ("small", 8)
     args.learning_rate, args.base_learning_rate = 5e-4, 3e-4
 
 
