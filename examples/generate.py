@@ -1,0 +1,63 @@
+"""Greedy generation from prompts of different lengths, padded on the left, with a dynamic and a static cache, against eager attention.
+
+    python examples/generate.py
+    python examples/generate.py --size 1b --batch-size 16 --new-tokens 128     # on a GPU
+    python examples/generate.py --model path/or/hub-name
+
+In float32 every token has to be eager's. In half precision two tokens can be equally likely up to rounding; then sequences part ways, for
+sdpa as for hf_flash2, and the example says where.
+"""
+
+import argparse
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_flash2
+from demo_models import add_model_arguments, load_model
+from stdlib_data import load_corpus
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    args = parser.parse_args(argv)
+
+    model, tokenizer = load_model(args, "eager")
+    prompts = [pair.prompt for pair in load_corpus().evaluation[: args.batch_size]]
+    batch = dict(tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(args.device))
+    lengths = batch["attention_mask"].sum(1).tolist()
+    print(f"{args.batch_size} prompts of {min(lengths)} to {max(lengths)} tokens, padded on the left; {args.device}, {model.dtype}\n")
+
+    expected = None
+    for implementation in ("eager", "sdpa", "hf_flash2"):
+        model.set_attn_implementation(implementation)
+        for cache in ("dynamic", "static"):
+            tokens, seconds = generate(model, batch, cache, args.new_tokens)
+            if expected is None:
+                expected = tokens
+            same = (tokens == expected).all(1)
+            verdict = f"{int(same.sum())} of {len(same)} sequences are eager's"
+            if not same.all():
+                first = (tokens != expected).any(0).nonzero()[0].item()
+                verdict += f", first difference at new token {first + 1}"
+            print(f"{implementation:10} {cache:8} cache {tokens.numel() / seconds:9,.0f} tokens/s   {verdict}")
+            if implementation == "hf_flash2" and model.dtype == torch.float32 and not same.all():
+                raise SystemExit(f"hf_flash2 with a {cache} cache does not generate eager's tokens")
+    kind = "First completion" if args.model else "First completion (random weights write noise)"
+    print(f"\nhf_flash2 ran on {hf_flash2.last_backend()}. {kind}:\n{prompts[0]}{tokenizer.decode(tokens[0])}")
+
+
+def generate(model: PreTrainedModel, batch: dict[str, torch.Tensor], cache: str, new_tokens: int) -> tuple[torch.Tensor, float]:
+    """The new tokens [B, new_tokens] and the seconds they took."""
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    started = time.perf_counter()
+    tokens = model.generate(**batch, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
+    tokens = tokens[:, batch["input_ids"].shape[1] :].cpu()  # waits for the device
+    return tokens, time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The examples: their data, and each of them run as a user would run it, with tiny settings on a CPU."""
+
+import ast
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import finetune_lora
+import generate
+import patch_existing_model
+import stdlib_data
+from stdlib_data import END_ID, IGNORED, PAD_ID, Example, collate, load_corpus, load_tokenizer, padding_share, tokenize
+
+FAMILIES = ("llama", "mistral", "gpt2")
+FINE_TUNE = ["--device", "cpu", "--max-length", "96", "--steps", "6", "--base-steps", "4", "--new-tokens", "20"]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path_factory, monkeypatch):
+    """The examples write to ./outputs: one folder for the session, so that a tokenizer is trained once."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(finetune_lora, "quiet_libraries", lambda: None)  # its log levels would stay for the other tests
+
+
+def losses(folder: Path) -> dict[str, list[float]]:
+    with (folder / "losses.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0] if name != "step"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- data
+
+
+def test_pairs_are_documented_functions():
+    corpus = load_corpus()
+    assert len(corpus.train) > 4000
+    for pair in corpus.evaluation:
+        [function] = ast.parse(pair.prompt + pair.completion).body
+        assert ast.get_docstring(function)
+        with pytest.raises(SyntaxError):  # a body alone does not parse at the top level, so that the cut is behind the docstring
+            ast.parse(pair.completion)
+        [documented] = ast.parse(pair.prompt).body
+        assert len(documented.body) == 1
+
+
+def test_split_is_disjoint_and_the_same_in_every_process():
+    corpus = load_corpus()
+    texts = [{pair.prompt + pair.completion for pair in pairs} for pairs in (corpus.train, corpus.evaluation)]
+    assert not texts[0] & texts[1]
+    assert 0.03 < len(texts[1]) / len(texts[0] | texts[1]) < 0.07
+    other = subprocess.run(
+        [sys.executable, "-c", "import stdlib_data; print(stdlib_data.load_corpus())"],
+        cwd=Path(stdlib_data.__file__).parent,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == str(corpus)
+
+
+@pytest.mark.parametrize(("vocab_size", "max_length"), [(2048, 768), (8192, 1024)])  # the demo's settings on a CPU and on a GPU
+def test_batches_are_about_70_percent_padding(vocab_size, max_length):
+    corpus = load_corpus()
+    examples = tokenize(corpus.train, load_tokenizer(corpus, vocab_size), max_length)
+    assert 0.65 < padding_share(examples, batch_size=16) < 0.77
+
+
+def test_tokenizer_gives_the_text_back():
+    corpus = load_corpus()
+    tokenizer = load_tokenizer(corpus, 2048)
+    pair = corpus.evaluation[0]
+    [example] = tokenize([pair], tokenizer, 4096)
+    assert example.ids[-1] == END_ID
+    assert tokenizer.decode(example.ids[: example.prompt_length]) == pair.prompt
+    assert tokenizer.decode(example.ids[example.prompt_length :], skip_special_tokens=True) == pair.completion
+
+
+def test_collate_pads_on_the_right_and_learns_the_completion_only():
+    batch = collate([Example([5, 6, 7], 1), Example([8, 9, 10, 11, 12], 3)])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, PAD_ID, PAD_ID], [8, 9, 10, 11, 12]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7, IGNORED, IGNORED], [IGNORED, IGNORED, IGNORED, 11, 12]]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ fine-tune
+
+
+@pytest.mark.parametrize(("model_type", "how"), [("llama", "flag"), ("llama", "patch"), ("mistral", "patch"), ("gpt2", "flag")])
+def test_fine_tune_learns_and_follows_eager(model_type, how, tmp_path, capsys):
+    finetune_lora.main([*FINE_TUNE, "--model-type", model_type, "--how", how, "--batch-size", "4", "--output-dir", str(tmp_path)])
+    printed = capsys.readouterr().out
+    curves = losses(tmp_path)
+    assert curves["hf_flash2"] == pytest.approx(curves["eager"], abs=1e-4)
+    record = json.loads((tmp_path / "run.json").read_text())
+    eager, ours = record["runs"]
+    assert ours["backend"] == "cpu-reference" and eager["backend"] is None
+    assert ours["evaluation_after"] < ours["evaluation_before"] - 0.2
+    assert ours["tokens_per_second"] > 0
+    assert ours["completion"] == eager["completion"] != ""
+    assert (tmp_path / "loss_curves.png").stat().st_size > 10_000
+    assert (tmp_path / "adapter-hf_flash2" / "adapter_model.safetensors").is_file()
+    assert "within eager's own rounding" in printed
+    assert ("2 of 2 attention layers run on hf_flash2" in printed) == (how == "patch")
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Half the batch in each of two processes gives the losses of one, with gradient checkpointing too."""
+    fine_tune = [*FINE_TUNE, "--implementation", "hf_flash2"]
+    finetune_lora.main([*fine_tune, "--batch-size", "8", "--output-dir", str(tmp_path / "one")])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [*fine_tune, "--batch-size", "4", "--gradient-checkpointing", "--output-dir", str(tmp_path / "two")]
+    torch.multiprocessing.spawn(fine_tune_as, (port, arguments), nprocs=2)
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+    assert losses(tmp_path / "two")["hf_flash2"] == pytest.approx(losses(tmp_path / "one")["hf_flash2"], abs=1e-4)
+
+
+def fine_tune_as(rank: int, port: int, arguments: list[str]) -> None:
+    """One of two processes, as `torchrun` and `accelerate launch` start them."""
+    import conftest  # noqa: F401 - hf_flash2.patches from a bare checkout
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    finetune_lora.main(arguments)
+
+
+# -------------------------------------------------------------------------------------------------------------------- patch, generate
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_patch_existing_model(model_type, capsys):
+    patch_existing_model.main(["--model-type", model_type, "--batch-size", "2"])
+    printed = capsys.readouterr().out
+    assert "2 of 2 attention layers run on hf_flash2" in printed
+    assert "within eager's own rounding" in printed
+    assert "bit for bit" in printed
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_generate_gives_eagers_tokens(model_type, capsys):
+    generate.main(["--model-type", model_type, "--device", "cpu", "--batch-size", "3", "--new-tokens", "6"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_flash2 ") and "tokens/s" in line]
+    assert len(lines) == 2  # dynamic and static cache
+    assert all("3 of 3 sequences are eager's" in line for line in lines)
