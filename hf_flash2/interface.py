@@ -51,7 +51,7 @@ def set_strict(enabled: bool) -> None:
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
-    """Collect, per attention module, the route of each call: "dense", "padded", "documents", "paged" or "sdpa". Not under torch.compile."""
+    """Collect, per attention module, the route of each call: "dense", "padded", "documents" or "sdpa". Not under torch.compile."""
     global _calls
     outer, _calls = _calls, {}
     try:
@@ -271,7 +271,9 @@ class _Sequences:
     def read(cls, mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> "_Sequences":
         """From a 2-D mask: one of ours, or one that a model hands on as the user gave it."""
         attached = getattr(mask, _ATTRIBUTE, None)
-        if isinstance(attached, cls) and attached.key_mask.shape[1] == seqlen_k:
+        if isinstance(attached, cls):
+            if attached.key_mask.shape[1] != seqlen_k:
+                raise ValueError(f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}")
             return attached
         width = mask.shape[1]
         if mask.dtype == torch.uint8 and width in (2 * seqlen_k, 3 * seqlen_k):
@@ -281,8 +283,11 @@ class _Sequences:
             return cls(mask[:, width - seqlen_k :].bool())
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
 
-    def padded(self, seqlen_q: int, causal: bool) -> packing.PaddedBatch:
-        return self._once(("padded", seqlen_q, causal), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, causal))
+    def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
+        """same_tokens: queries and keys are the same tokens, and their positions matter (they do when causal or under a window)."""
+        return self._once(
+            ("padded", seqlen_q, same_tokens), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens)
+        )
 
     def documents(self) -> _Documents | None:
         """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
@@ -408,11 +413,14 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
         return _Pattern()
     if not torch.compiler.is_compiling():
         return _read_mask_function(mask_function, kv_offset + kv_length)
-    # Dynamo shows the name of a function but not what it closes over; what its arguments leave open goes to SDPA.
-    kind = _kind(mask_function)
-    if kind in ("causal_mask_function", "bidirectional_mask_function"):
-        return _Pattern(causal=kind == "causal_mask_function")
-    if kind != "and_masks" or kwargs.get("use_vmap"):
+    # Dynamo shows the name of an inner function but not what it closes over; what the other arguments leave open goes to SDPA.
+    if mask_function is _masking.causal_mask_function:
+        return _Pattern()
+    if (
+        hasattr(_masking, "bidirectional_mask_function") and mask_function is _masking.bidirectional_mask_function
+    ):  # not in Transformers 4.57
+        return _Pattern(causal=False)
+    if not mask_function.__qualname__.startswith("and_masks.") or kwargs.get("use_vmap"):
         return _Pattern(_CUSTOM_PATTERN)
     if attention_mask is None and q_length == kv_length:
         return _Pattern(_MAYBE_DOCUMENTS)
@@ -423,15 +431,11 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     return _Pattern(causal="allow_is_bidirectional_skip" not in kwargs)
 
 
-def _kind(mask_function: Callable) -> str:
-    return getattr(mask_function, "__qualname__", "").partition(".")[0]
-
-
 def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
     if getattr(mask_function, "__module__", None) != _masking.__name__:
         return _Pattern(_CUSTOM_PATTERN)
     closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
-    match _kind(mask_function):
+    match mask_function.__qualname__.partition(".")[0]:
         case "causal_mask_function":
             return _Pattern()
         case "bidirectional_mask_function" | "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
@@ -457,7 +461,7 @@ def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "inputs_embeds",
-    "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
+    "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss",
     "seq_idx", "shift_labels", "token_type_ids", "use_cache",
 }  # fmt: skip
@@ -502,6 +506,7 @@ def hf_flash2_attention(
     """
     if cache is not None:
         key, value = _update_paged_cache(module, key, value, cache, kwargs)
+        attention_mask = None  # made from the queries' position_ids alone; the lengths that come with the cache say all
     if scaling is None and hasattr(module, "scale_attn_weights"):
         # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
         is_causal, scaling = not module.is_cross_attention, _gpt2_scaling(module, value.shape[-1])
@@ -564,7 +569,7 @@ def attend(
             out = out.unflatten(0, q.shape[:2])
         elif sequences is not None:
             _record(module, "padded")
-            padded = sequences.padded(q.shape[1], causal)
+            padded = sequences.padded(q.shape[1], causal or bool(sliding_window))
             out = flash_attn_ranges_func(
                 q, k, v, padded.ranges_q, padded.ranges_k, padded.key_mask, dropout, scaling, causal, window, deterministic=deterministic
             )

@@ -1,0 +1,402 @@
+"""Models with attn_implementation="hf_flash2" against the same models with eager attention: logits, gradients, generation, causality."""
+
+import pytest
+import tiny_models as tiny
+import torch
+from tiny_models import BATCH, DTYPES, PADDINGS, SEQLEN, VERSION
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
+
+from hf_flash2 import interface
+
+pytestmark = pytest.mark.timeout(120)
+
+DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3"]
+
+
+def logits(model, **inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def routes(model, **inputs) -> set[str]:
+    """Which ways the layers of one forward took."""
+    with interface.record_calls() as calls:
+        logits(model, **inputs)
+    return {route for layer in calls.values() for route in layer}
+
+
+def assert_logits_match(family: str, device, dtype, mask: torch.Tensor | None, expected_route: str, **inputs) -> None:
+    ours, eager = tiny.twins(family, device, dtype)
+    inputs["attention_mask"] = mask
+    kept = tiny.real(mask, inputs["input_ids"])
+    truth = logits(tiny.eager_in_float32(eager), **inputs)[kept]
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
+    assert routes(ours, **inputs) == {expected_route}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_logits(family, padding, dtype, device):
+    mask = tiny.attention_mask(padding, device)
+    assert_logits_match(family, device, dtype, mask, "dense" if mask is None else "padded", input_ids=tiny.tokens(device))
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="they call the attention interface from Transformers 5 on")
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_logits_of_a_bidirectional_model(family, padding, device):
+    """ModernBERT with a window to both sides."""
+    mask = tiny.attention_mask(padding, device)
+    assert_logits_match(family, device, DTYPES[0], mask, "dense" if mask is None else "padded", input_ids=tiny.tokens(device))
+
+
+def test_a_decoder_made_bidirectional_sees_the_future(device):
+    """Transformers 5 turns a decoder into an encoder by config.is_causal=False."""
+    if VERSION < (5, 0):
+        pytest.skip("Transformers 5")
+    mask = tiny.attention_mask("right", device)
+    ours, eager = tiny.twins("llama", device, DTYPES[0], is_causal=False)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    kept = mask.bool()
+    truth = logits(tiny.eager_in_float32(eager), **inputs)[kept]
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_gradients_of_every_parameter(family, padding, device):
+    dtype = DTYPES[0]
+    ours, eager = tiny.twins(family, device, dtype)
+    mask = tiny.attention_mask(padding, device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask}
+    inputs["labels"] = tiny.labels(inputs["input_ids"], mask)
+    ours_grads, eager_grads = tiny.gradients(ours, **inputs), tiny.gradients(eager, **inputs)
+    truth = tiny.gradients(tiny.eager_in_float32(eager), **inputs)
+    assert ours_grads.keys() == eager_grads.keys()
+    for name, gradient in ours_grads.items():
+        tiny.assert_as_exact_as_eager(gradient, eager_grads[name], truth[name], factor=3.0, name=name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradient_checkpointing_changes_nothing(family, reentrant, device):
+    model = tiny.model(family, device=device, dtype=DTYPES[0]).train()
+    mask = tiny.attention_mask("right", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    inputs["labels"] = tiny.labels(inputs["input_ids"], mask)
+    plain = tiny.gradients(model, **inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with interface.record_calls() as calls:
+        checkpointed = tiny.gradients(model, **inputs)
+    assert all(layer == ["padded", "padded"] for layer in calls.values()), "each layer runs once more in the backward pass"
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("padding", ["dense", "left", "right"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_no_position_sees_a_later_token(family, padding, device):
+    model = tiny.model(family, device=device, dtype=DTYPES[0])
+    mask, ids = tiny.attention_mask(padding, device), tiny.tokens(device)
+    position = SEQLEN // 2
+    changed = ids.clone()
+    changed[:, position] = (changed[:, position] + 7) % 50 + 3
+    difference = (logits(model, input_ids=ids, attention_mask=mask) - logits(model, input_ids=changed, attention_mask=mask)).abs().amax(-1)
+    kept = tiny.real(mask, ids)
+    assert difference[:, :position][kept[:, :position]].max() == 0
+    assert difference[:, position][kept[:, position]].min() > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- documents
+
+LENGTHS = (7, 1, 12, 4)
+
+
+def documents(device, flash_kwargs: bool) -> dict[str, torch.Tensor]:
+    """Four documents flattened into one row, as the collator of Transformers makes them."""
+    features = [{"input_ids": tiny.tokens("cpu", 1, n, seed=n)[0].tolist()} for n in LENGTHS]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_kwargs)(features)
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("flash_kwargs", [False, True])
+@pytest.mark.parametrize("family", DECODERS)
+def test_documents_are_separate(family, flash_kwargs, dtype, device):
+    ours, eager = tiny.twins(family, device, dtype)
+    exact = tiny.eager_in_float32(eager)
+    batch = documents(device, flash_kwargs)
+    found = logits(ours, **batch, use_cache=False)[0].split(LENGTHS)
+    ids = batch["input_ids"][0].split(LENGTHS)
+    for ours_document, document in zip(found, ids, strict=True):
+        alone = {"input_ids": document.unsqueeze(0)}
+        tiny.assert_as_exact_as_eager(ours_document, logits(eager, **alone)[0], logits(exact, **alone)[0])
+    assert routes(ours, **batch, use_cache=False) == {"documents"}
+
+
+@pytest.mark.parametrize("flash_kwargs", [False, True])
+def test_gradients_of_documents(flash_kwargs, device):
+    ours, eager = tiny.twins("mistral", device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    batch = documents(device, flash_kwargs)
+    plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}  # eager reads the positions
+    ours_grads = tiny.gradients(ours, **batch, use_cache=False)
+    eager_grads, truth = (tiny.gradients(m, **plain, use_cache=False) for m in (eager, exact))
+    for name, gradient in ours_grads.items():
+        tiny.assert_as_exact_as_eager(gradient, eager_grads[name], truth[name], factor=3.0, name=name)
+
+
+def test_documents_in_several_rows(device):
+    """Eager attention separates them in every row; the rows need not restart together, nor may one row run into the next."""
+    ours, eager = tiny.twins("llama", device, DTYPES[0])
+    position_ids = torch.arange(BATCH * SEQLEN, device=device).view(BATCH, SEQLEN) % 100  # each row goes on where the last one ended
+    position_ids[1, 5:] = torch.arange(SEQLEN - 5, device=device)
+    position_ids[3, 2:] = torch.arange(SEQLEN - 2, device=device)
+    inputs = {"input_ids": tiny.tokens(device), "position_ids": position_ids, "use_cache": False}
+    truth = logits(tiny.eager_in_float32(eager), **inputs)
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), truth)
+    assert routes(ours, **inputs) == {"documents"}
+
+
+def test_one_document_is_not_packed(device):
+    ours = tiny.model("llama", device=device, dtype=DTYPES[0])
+    ids = tiny.tokens(device, 1)
+    position_ids = torch.arange(SEQLEN, device=device).unsqueeze(0) + 3
+    assert routes(ours, input_ids=ids, position_ids=position_ids, use_cache=False) == {"dense"}
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="uses the models of Transformers 5")
+def test_documents_whose_mask_does_not_know_them(device):
+    """BERT's masks never look at position_ids, its attention layers get them all the same."""
+    ours, eager = tiny.twins("bert", device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    batch = documents(device, flash_kwargs=False)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    if "position_ids" not in kwargs_of_a_layer(ours, **inputs):
+        pytest.skip("this version keeps position_ids from the attention layers")
+    found = logits(ours, **inputs)[0].split(LENGTHS)
+    for ours_document, document in zip(found, batch["input_ids"][0].split(LENGTHS), strict=True):
+        alone = {"input_ids": document.unsqueeze(0)}
+        tiny.assert_as_exact_as_eager(ours_document, logits(eager, **alone)[0], logits(exact, **alone)[0])
+
+
+def kwargs_of_a_layer(model, **inputs) -> dict:
+    seen = {}
+
+    def watch(module, args, kwargs):
+        seen.update(kwargs)
+
+    layer = next(m for name, m in model.named_modules() if name.endswith("attention.self"))
+    handle = layer.register_forward_pre_hook(watch, with_kwargs=True)
+    logits(model, **inputs)
+    handle.remove()
+    return {name: value for name, value in seen.items() if value is not None}
+
+
+# ----------------------------------------------------------------------------------------------------------------------- cross-attention
+
+
+@pytest.mark.parametrize("decoder_length", [1, 5, SEQLEN, 17])
+@pytest.mark.parametrize("padding", ["dense", "left", "right", "holes"])
+def test_cross_attention_with_a_padded_encoder(padding, decoder_length, device):
+    ours, eager = tiny.twins("bart", device, DTYPES[0])
+    inputs = {
+        "input_ids": tiny.tokens(device),
+        "attention_mask": tiny.attention_mask(padding, device),
+        "decoder_input_ids": tiny.tokens(device, seqlen=decoder_length, seed=2),
+    }
+    truth = logits(tiny.eager_in_float32(eager), **inputs)
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), truth)
+    if VERSION >= (5, 0):  # 4.57 gives BART 4-D masks
+        assert routes(ours, **inputs) <= {"dense", "padded"}
+
+
+@pytest.mark.parametrize("padding", ["dense", "left", "right", "holes"])
+def test_gpt2_with_cross_attention(padding, device):
+    ours, eager = tiny.twins("gpt2_cross", device, DTYPES[0])
+    inputs = {
+        "input_ids": tiny.tokens(device, seqlen=7),
+        "attention_mask": tiny.attention_mask("left", device, seqlen=7),
+        "encoder_hidden_states": torch.randn(BATCH, SEQLEN, 64, generator=torch.Generator().manual_seed(0)).to(device, DTYPES[0]),
+        "encoder_attention_mask": tiny.attention_mask(padding, device),
+    }
+    kept = inputs["attention_mask"].bool()
+    exact = tiny.eager_in_float32(eager)
+    truth = logits(exact, **inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].float()})[kept]
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
+
+
+# --------------------------------------------------------------------------------------------------------------------- caches, generation
+
+
+def step_by_step(model, ids, mask, cache, steps=(6, 1, 1, 3, 1)) -> torch.Tensor:
+    """Logits of a prefill and of further steps of several sizes, [B, sum(steps), vocabulary]. The mask grows with the sequence, or is absent."""
+    out, start = [], 0
+    for size in steps:
+        columns = slice(start, start + size)
+        extra = {} if VERSION >= (5, 0) else {"cache_position": torch.arange(start, start + size, device=ids.device)}
+        step_mask = None if mask is None else mask[:, : start + size]
+        positions = torch.arange(start, start + size, device=ids.device).expand(ids.shape[0], -1)
+        out.append(
+            logits(model, input_ids=ids[:, columns], attention_mask=step_mask, past_key_values=cache, position_ids=positions, **extra)
+        )
+        start += size
+    return torch.cat(out, 1)
+
+
+def new_cache(kind: str, model):
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=20)
+    return DynamicCache(config=model.config)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_caches_with_and_without_a_mask(family, kind, padding, device):
+    """The window of 5 is smaller than the 12 tokens, so the sliding caches of mistral and gemma3 drop keys on the way."""
+    ours, eager = tiny.twins(family, device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    ids, mask = tiny.tokens(device), tiny.attention_mask(padding, device)
+    kept = tiny.real(mask, ids)
+    results = [step_by_step(m, ids, mask, new_cache(kind, m))[kept] for m in (ours, eager, exact)]
+    tiny.assert_as_exact_as_eager(*results)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padding", ["dense", "left"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
+def test_greedy_generation_token_by_token(family, padding, cache, device):
+    ours, eager = tiny.twins(family, device, DTYPES[0])
+    mask = tiny.attention_mask(padding, device)
+    arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "cache_implementation": cache, "disable_compile": True}
+    if mask is None:
+        mask = torch.ones(BATCH, SEQLEN, dtype=torch.int64, device=device)
+    found, expected = (m.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments) for m in (ours, eager))
+    assert torch.equal(found, expected)
+
+
+def test_generation_of_an_encoder_decoder(device):
+    ours, eager = tiny.twins("bart", device, DTYPES[0])
+    mask = tiny.attention_mask("right", device)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "num_beams": 2, "forced_eos_token_id": None}
+    found, expected = (m.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments) for m in (ours, eager))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_continuous_batching(family, device):
+    """Requests of different lengths share one row and a paged cache; the tokens are those of each request alone."""
+    ours, eager = tiny.twins(family, device, DTYPES[0])
+    prompts = [tiny.tokens("cpu", 1, n, seed=n)[0].tolist() for n in (3, 9, 5)]
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with interface.record_calls() as calls:
+        answers = ours.generate_batch(prompts, generation_config=GenerationConfig(eos_token_id=-1, **arguments), progress_bar=False)
+    assert {route for layer in calls.values() for route in layer} == {"documents"}
+    for name, prompt in zip(sorted(answers), prompts, strict=True):
+        alone = eager.generate(torch.tensor([prompt], device=device), eos_token_id=None, **arguments)
+        assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+# --------------------------------------------------------------------------------------------------------- no host synchronisation
+
+_SYNCHRONISING = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "masked_select", "equal"}
+
+
+class SynchronisingOps(TorchDispatchMode):
+    """The operators that read a tensor's value on the host, outside our own op."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in _SYNCHRONISING:
+            self.found.append(name)
+        return func(*args, **kwargs or {})
+
+
+def synchronising_ops(call) -> list[str]:
+    with SynchronisingOps() as mode:
+        call()
+    return mode.found
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "holes", "empty"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_a_padded_forward_reads_nothing_back(family, padding, device):
+    """On a CPU too: the same operators would synchronise a GPU. The backward pass is looked at as well."""
+    model = tiny.model(family, device=device, dtype=DTYPES[0])
+    mask, ids = tiny.attention_mask(padding, device), tiny.tokens(device)
+    assert synchronising_ops(lambda: model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()) == []
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4.57 reads its own static cache back")
+def test_static_cache_steps_read_nothing_back(device):
+    model = tiny.model("llama", device=device, dtype=DTYPES[0])
+    ids, mask = tiny.tokens(device), tiny.attention_mask("left", device)
+    cache = new_cache("static", model)
+    positions = torch.arange(SEQLEN, device=device).expand(BATCH, -1)
+
+    def steps():
+        logits(model, input_ids=ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], past_key_values=cache)
+        logits(model, input_ids=ids[:, 6:7], attention_mask=mask[:, :7], position_ids=positions[:, 6:7], past_key_values=cache)
+
+    assert synchronising_ops(steps) == []
+
+
+def test_documents_synchronise_once_per_forward(device):
+    model = tiny.model("llama", device=device, dtype=DTYPES[0])
+    batch = documents(device, flash_kwargs=False)
+    upstream = tiny.model("llama", "eager", device, DTYPES[0])
+    ours = synchronising_ops(lambda: logits(model, **batch, use_cache=False))
+    theirs = synchronising_ops(lambda: logits(upstream, **batch, use_cache=False))
+    assert ours.count("nonzero") == 1
+    assert len(ours) - len(theirs) <= 2, "nonzero and the longest length, for all layers together"
+    with_kwargs = documents(device, flash_kwargs=True)
+    assert len(synchronising_ops(lambda: logits(model, **with_kwargs, use_cache=False))) == len(theirs)
+
+
+def test_an_unpadded_forward_reads_nothing_back(device):
+    model = tiny.model("llama", device=device, dtype=DTYPES[0])
+    ids = tiny.tokens(device)
+    assert synchronising_ops(lambda: logits(model, input_ids=ids)) == []
+
+
+# ------------------------------------------------------------------------------------------------------- the checks above can fail
+
+
+@pytest.fixture
+def breaks(monkeypatch):
+    """Break one thing of the interface; the parity check must notice."""
+
+    def break_(what: str):
+        if what == "mask":
+            monkeypatch.setitem(interface._masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "hf_flash2", lambda **_: None)
+        elif what == "window":
+            monkeypatch.setattr(interface, "_window", lambda causal, window: (window, 0) if window else (-1, 0 if causal else -1))
+        elif what == "causal":
+            attend = interface.attend
+            monkeypatch.setattr(interface, "attend", lambda *args, causal, **kwargs: attend(*args, causal=False, **kwargs))
+            monkeypatch.setattr(interface._Sequences, "causal", property(lambda self: None, lambda self, value: None), raising=False)
+
+    return break_
+
+
+@pytest.mark.parametrize(
+    ("what", "family", "padding"),
+    [("mask", "llama", "left"), ("mask", "gpt2", "holes"), ("window", "mistral", "dense"), ("window", "mistral", "left")]
+    + [("causal", family, padding) for family in ("llama", "gpt2") for padding in ("dense", "right")],
+)
+def test_parity_notices_what_is_broken(what, family, padding, breaks, device):
+    mask = tiny.attention_mask(padding, device)
+    route = "dense" if mask is None else "padded"
+    assert_logits_match(family, device, DTYPES[0], mask, route, input_ids=tiny.tokens(device))
+    breaks(what)
+    with pytest.raises(AssertionError, match="error"):
+        assert_logits_match(family, device, DTYPES[0], mask, route, input_ids=tiny.tokens(device))

@@ -1,0 +1,120 @@
+"""Whole models under torch.compile(fullgraph=True): no graph break, and the same result as eager attention.
+
+The "aot_eager" backend traces forward and backward as inductor does, without the minutes inductor takes to compile for a CPU.
+"""
+
+import pytest
+import tiny_models as tiny
+import torch
+from test_interface import documents, logits
+from tiny_models import BATCH, DTYPES, VERSION
+from transformers import StaticCache
+
+from hf_flash2 import interface
+
+pytestmark = pytest.mark.timeout(300)
+DTYPE = DTYPES[0]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def notices(caplog):
+    """What hf_flash2 has logged so far in this test."""
+    interface._noticed.clear()
+    return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
+
+
+def assert_compiled_matches_eager(family, device, kept=None, eager_inputs=None, **inputs):
+    ours, eager = tiny.twins(family, device, DTYPE)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    found = logits(compiled, **inputs)
+    expected, truth = (logits(m, **eager_inputs or inputs) for m in (eager, tiny.eager_in_float32(eager)))
+    if kept is not None:
+        found, expected, truth = found[kept], expected[kept], truth[kept]
+    tiny.assert_as_exact_as_eager(found, expected, truth)
+
+
+@pytest.mark.parametrize(("family", "padding"), [("llama", "left"), ("llama", "right"), ("mistral", "holes"), ("gpt2", "holes")])
+def test_padded_model(family, padding, device, notices):
+    mask = tiny.attention_mask(padding, device)
+    assert_compiled_matches_eager(family, device, mask.bool(), input_ids=tiny.tokens(device), attention_mask=mask, use_cache=False)
+    assert notices() == []
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_unpadded_model_without_a_mask(family, device, notices):
+    """position_ids cannot be looked at for documents while compiling: exact by SDPA, and said once."""
+    assert_compiled_matches_eager(family, device, input_ids=tiny.tokens(device), use_cache=False)
+    assert len(notices()) == 1 and "several documents" in notices()[0]
+
+
+def test_unpadded_model_with_a_cache_uses_the_kernel(device, notices):
+    assert_compiled_matches_eager("llama", device, input_ids=tiny.tokens(device), use_cache=True)
+    assert notices() == []
+
+
+def test_restarting_positions_do_not_leak_without_the_kwargs(device):
+    batch = documents(device, flash_kwargs=False)
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    assert_compiled_matches_eager("llama", device, **inputs)
+
+
+def test_documents_with_the_kwargs_use_the_kernel(device, notices):
+    batch = documents(device, flash_kwargs=True)
+    del batch["labels"]
+    plain = {name: batch[name] for name in ("input_ids", "position_ids")}
+    assert_compiled_matches_eager("llama", device, eager_inputs=plain | {"use_cache": False}, **batch, use_cache=False)
+    assert notices() == []
+
+
+def test_gradients_of_a_padded_model(device):
+    ours, eager = tiny.twins("llama", device, DTYPE)
+    mask = tiny.attention_mask("holes", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    inputs["labels"] = tiny.labels(inputs["input_ids"], mask)
+    torch.compile(ours, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+    eager_grads, truth = tiny.gradients(eager, **inputs), tiny.gradients(tiny.eager_in_float32(eager), **inputs)
+    for name, parameter in ours.named_parameters():
+        tiny.assert_as_exact_as_eager(parameter.grad, eager_grads[name], truth[name], factor=3.0, name=name)
+
+
+@pytest.mark.parametrize(("family", "padding"), [("llama", "dense"), ("llama", "right"), ("mistral", "left"), ("mistral", "right")])
+def test_decoding_steps_with_a_static_cache(family, padding, device, notices):
+    """Prefill in eager mode, steps compiled. Right padding needs the place of the queries in the cache, which only our mask carries."""
+    ours, eager = tiny.twins(family, device, DTYPE)
+    exact = tiny.eager_in_float32(eager)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    ids = tiny.tokens(device)
+    mask = tiny.attention_mask(padding, device, seqlen=6)
+    results = []
+    for prefill, step in ((ours, compiled), (eager, eager), (exact, exact)):
+        cache = StaticCache(config=ours.config, max_cache_len=16)
+        out = []
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            grown = None if mask is None else torch.cat((mask, mask.new_ones(BATCH, end - 6)), 1)
+            extra = {} if VERSION >= (5, 0) else {"cache_position": torch.arange(start, end, device=device)}
+            positions = torch.arange(start, end, device=device).expand(BATCH, -1)
+            model = prefill if start == 0 else step
+            out.append(
+                logits(model, input_ids=ids[:, start:end], attention_mask=grown, position_ids=positions, past_key_values=cache, **extra)
+            )
+        results.append(torch.cat(out[1:], 1))
+    tiny.assert_as_exact_as_eager(*results)
+    if family == "llama" or VERSION >= (5, 0):  # 4.57 does not tell a window from a window with an overlay: SDPA
+        assert notices() == []
+
+
+def test_generate_with_a_compiled_static_cache(device):
+    """`generate` prepares the mask ahead of the model, which makes it once more from what it gets."""
+    ours, eager = tiny.twins("llama", device, DTYPE)
+    mask = tiny.attention_mask("left", device)
+    arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    ours.forward = torch.compile(ours.forward, backend="aot_eager")
+    found = ours.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments)
+    assert torch.equal(found, eager.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True))

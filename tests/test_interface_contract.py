@@ -1,0 +1,506 @@
+"""The attention and the mask function by themselves: arguments honoured or refused, masks of every origin, dtypes, notices."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import tiny_models as tiny
+import torch
+import torch.nn.functional as F
+from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
+from transformers import masking_utils
+
+import hf_flash2
+from hf_flash2 import interface
+
+pytestmark = pytest.mark.timeout(60)
+DTYPE = DTYPES[0]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}[DTYPE]
+NEEDS_5 = pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 5")
+
+
+class Layer(torch.nn.Module):
+    """As much of an attention layer as the attention function looks at."""
+
+    def __init__(self, is_causal: bool = True, **attributes):
+        super().__init__()
+        self.is_causal, self.layer_idx = is_causal, 0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def qkv(device, seqlen_q=SEQLEN, seqlen_k=SEQLEN, heads=4, heads_k=2, head_dim=16, dtype=DTYPE, batch=BATCH):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, heads, seqlen_q, head_dim), (batch, heads_k, seqlen_k, head_dim), (batch, heads_k, seqlen_k, head_dim))
+    return [(2 * torch.randn(shape, generator=generator)).to(device, dtype) for shape in shapes]
+
+
+def expected(q, k, v, visible: torch.Tensor, scaling=None) -> torch.Tensor:
+    """[B, Sq, H, D], by the formula, in float32. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
+    scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (probabilities @ v).transpose(1, 2)
+
+
+def causal_band(seqlen_q=SEQLEN, seqlen_k=SEQLEN, device="cpu") -> torch.Tensor:
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device).tril(seqlen_k - seqlen_q)
+
+
+def attention(module, q, k, v, mask=None, **kwargs) -> torch.Tensor:
+    out, weights = interface.hf_flash2_attention(module, q, k, v, mask, **kwargs)
+    assert weights is None
+    return out
+
+
+def assert_close(found, wanted, rows=None) -> None:
+    if rows is not None:
+        found, wanted = found[rows], wanted[rows]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture
+def notices(caplog):
+    """What hf_flash2 has logged so far in this test."""
+    interface._noticed.clear()
+    return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_causality_comes_from_the_call_then_from_the_module(device):
+    q, k, v = qkv(device)
+    causal, full = expected(q, k, v, causal_band(device=device)), expected(q, k, v, torch.tensor(True, device=device))
+    assert_close(attention(Layer(), q, k, v), causal)
+    assert_close(attention(Layer(is_causal=False), q, k, v), full)
+    assert_close(attention(Layer(), q, k, v, is_causal=False), full)
+    assert_close(attention(Layer(is_causal=False), q, k, v, is_causal=True), causal)
+
+
+def test_gpt2_of_transformers_4_is_causal_and_scaled(device):
+    """It says is_causal=False beside a padding mask, and nothing about its scale."""
+    q, k, v = qkv(device, heads_k=4)
+    flags = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": True}
+    layer = Layer(is_cross_attention=False, **flags)
+    layer.layer_idx = 3
+    mask = tiny.attention_mask("right", device).bool()
+    wanted = expected(q, k, v, causal_band(device=device) & mask[:, None, None, :], 16**-0.5 / 4)
+    assert_close(attention(layer, q, k, v, mask, is_causal=False), wanted, mask)
+    cross = Layer(is_cross_attention=True, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=False)
+    assert_close(attention(cross, q, k, v, None, is_causal=True), expected(q, k, v, torch.tensor(True, device=device), 1.0))
+
+
+def test_a_mask_of_ours_knows_its_causality_better(device):
+    """Moonshine says is_causal=False whenever there is a mask."""
+    given = tiny.attention_mask("right", device).bool()
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    q, k, v = qkv(device)
+    wanted = expected(q, k, v, causal_band(device=device) & given[:, None, None, :])
+    assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted, given)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_w_tokens_includes_the_token_itself(causal, device):
+    q, k, v = qkv(device)
+    distance = torch.arange(SEQLEN, device=device) - torch.arange(SEQLEN, device=device).unsqueeze(1)
+    visible = (distance > -4) & (distance <= 0 if causal else distance < 4)
+    assert_close(attention(Layer(), q, k, v, is_causal=causal, sliding_window=4), expected(q, k, v, visible))
+    for padding in ("left", "right", "holes"):
+        mask = tiny.attention_mask(padding, device).bool()
+        wanted = expected(q, k, v, visible & mask[:, None, None, :])
+        assert_close(attention(Layer(), q, k, v, mask, is_causal=causal, sliding_window=4), wanted, mask)
+
+
+def test_queries_are_the_last_keys(device):
+    q, k, v = qkv(device, seqlen_q=3)
+    assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(3, device=device)))
+
+
+def test_the_tensors_are_not_copied(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr(interface, "flash_attn_func", lambda q, k, v, *args, **kwargs: seen.extend((q, k, v)) or torch.zeros_like(q))
+    fused = torch.randn(BATCH, SEQLEN, 3, 4, 16, device=device, dtype=DTYPE)  # as GPT-2's c_attn makes them
+    q, k, v = (x.transpose(1, 2) for x in fused.unbind(2))
+    attention(Layer(), q, k, v)
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
+    assert all(x.shape == (BATCH, SEQLEN, 4, 16) for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)),
+     ("sinks", torch.zeros(4)), ("indices", torch.zeros(1)), ("something_new", True)],
+)  # fmt: skip
+def test_arguments_that_change_the_result_are_refused(name, argument, device):
+    q, k, v = qkv(device)
+    with pytest.raises(ValueError, match=f"Layer passes {name} to its attention.*eager"):
+        attention(Layer(), q, k, v, **{name: argument})
+    attention(Layer(), q, k, v, **{name: None})
+
+
+def test_harmless_arguments_are_ignored(device):
+    q, k, v = qkv(device)
+    kwargs = {
+        "use_cache": True,
+        "output_attentions": False,
+        "num_items_in_batch": torch.tensor(3),
+        "position_ids": None,
+        "cache_position": None,
+    }
+    assert_close(attention(Layer(), q, k, v, **kwargs), expected(q, k, v, causal_band(device=device)))
+
+
+def test_dropout_reaches_the_kernel(device):
+    q, k, v = qkv(device)
+    torch.manual_seed(1)
+    dropped = attention(Layer(), q, k, v, dropout=0.5)
+    assert not torch.allclose(dropped, attention(Layer(), q, k, v))
+    torch.manual_seed(1)
+    assert torch.equal(dropped, attention(Layer(), q, k, v, dropout=0.5))
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("padding", ["left", "right", "holes", "empty"])
+def test_a_mask_the_model_hands_on_as_it_came(padding, dtype, device):
+    q, k, v = qkv(device)
+    mask = tiny.attention_mask(padding, device)
+    wanted = expected(q, k, v, causal_band(device=device) & mask.bool()[:, None, None, :])
+    assert_close(attention(Layer(), q, k, v, mask.to(dtype)), wanted, mask.bool())
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+def test_a_mask_shorter_than_a_static_cache(padding, device):
+    """It ends with the queries; the slots behind are empty."""
+    q, k, v = qkv(device, seqlen_q=3, seqlen_k=SEQLEN + 4)
+    mask = tiny.attention_mask(padding, device)
+    visible = causal_band(3, device=device) & mask.bool()[:, None, None, :]
+    wanted = expected(q, k[:, :, :SEQLEN], v[:, :, :SEQLEN], visible)
+    assert_close(attention(Layer(), q, k, v, mask), wanted, mask.bool()[:, -3:])
+
+
+def test_a_mask_longer_than_a_sliding_cache(device):
+    q, k, v = qkv(device, seqlen_q=1, seqlen_k=5)
+    mask = tiny.attention_mask("left", device)
+    wanted = expected(q, k, v, mask.bool()[:, None, None, -5:])
+    assert_close(attention(Layer(), q, k, v, mask), wanted)
+
+
+def mask_arguments(device, q_length: int, q_offset: int, **others) -> dict:
+    """What Transformers passes to a mask function, in the words of its version."""
+    if VERSION < (5, 0):
+        return {"batch_size": BATCH, "cache_position": torch.arange(q_offset, q_offset + q_length, device=device)} | others
+    return {"batch_size": BATCH, "q_length": q_length, "q_offset": torch.tensor(q_offset, device=device), "device": device} | others
+
+
+class WithoutAttribute:
+    """What is left of a mask after a hook has moved it to another device and back."""
+
+    def __new__(cls, mask):
+        return copy.copy(mask).clone()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["attribute kept", "attribute lost"])
+@pytest.mark.parametrize("padding", ["dense", "left", "right", "holes", "empty"])
+@pytest.mark.parametrize(("q_length", "q_offset"), [(SEQLEN, 0), (5, SEQLEN - 5), (1, SEQLEN - 1)])
+def test_a_static_cache(q_length, q_offset, padding, lost, device):
+    """Right padding in the prompt leaves empty columns before the queries; only the mask of ours says where the queries are."""
+    slots = SEQLEN + 6
+    given = tiny.attention_mask(padding, device)
+    arguments = mask_arguments(device, q_length, q_offset, kv_length=slots, mask_function=masking_utils.causal_mask_function)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
+    if lost:
+        mask = WithoutAttribute(mask)
+        assert not hasattr(mask, interface._ATTRIBUTE)
+    q, k, v = qkv(device, seqlen_q=q_length, seqlen_k=slots)
+    visible = F.pad(causal_band(SEQLEN, device=device)[q_offset:], (0, 6)).expand(BATCH, 1, -1, -1)
+    rows = torch.ones(BATCH, q_length, dtype=torch.bool, device=device)
+    if given is not None:
+        visible, rows = visible & F.pad(given.bool(), (0, 6))[:, None, None, :], given.bool()[:, q_offset:]
+    assert_close(attention(Layer(), q, k, v, mask), expected(q, k, v, visible), rows)
+
+
+def test_the_offset_of_a_static_cache_may_change_after_the_mask_is_made(device):
+    """Its layers count it up in place before the first of them attends."""
+    offset = torch.tensor(2, device=device)
+    arguments = {"batch_size": BATCH, "q_length": 3, "q_offset": offset, "kv_length": 9, "device": device}
+    mask = interface.hf_flash2_mask(**arguments, mask_function=masking_utils.causal_mask_function)
+    offset += 3
+    q, k, v = qkv(device, seqlen_q=3, seqlen_k=9)
+    visible = torch.ones(3, 9, dtype=torch.bool, device=device).tril(2)
+    assert_close(attention(Layer(), q, k, v, mask), expected(q, k, v, visible))
+
+
+def test_a_mask_of_ours_may_come_back_to_the_mask_function(device):
+    """`generate` makes the mask of a static cache ahead of the model, which makes it again from what it is given, as bool."""
+    given = tiny.attention_mask("right", device).bool()
+    arguments = mask_arguments(device, 2, SEQLEN - 2, kv_length=SEQLEN + 3, mask_function=masking_utils.causal_mask_function)
+    once = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    twice = interface.hf_flash2_mask(**arguments, attention_mask=WithoutAttribute(once).bool())
+    assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["attribute kept", "attribute lost"])
+def test_a_sliding_cache_takes_the_columns_it_still_holds(lost, device):
+    q, k, v = qkv(device, seqlen_q=2, seqlen_k=6)
+    given = tiny.attention_mask("holes", device).bool()
+    arguments = mask_arguments(
+        device, 2, SEQLEN - 2, kv_length=6, kv_offset=SEQLEN - 6, mask_function=masking_utils.sliding_window_causal_mask_function(5)
+    )
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    assert torch.equal(mask, given[:, -6:])
+    visible = causal_band(2, 6, device) & causal_band(2, 6, device).flip(0, 1) & given[:, None, None, -6:]
+    found = attention(Layer(), q, k, v, WithoutAttribute(mask) if lost else mask, sliding_window=5)
+    assert_close(found, expected(q, k, v, visible), given[:, -2:])
+
+
+def test_no_mask_when_nothing_is_padded(device):
+    for mask_function in (masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(3), None):
+        arguments = {"batch_size": BATCH, "q_length": 4, "q_offset": 3, "kv_length": 7, "device": device}
+        assert interface.hf_flash2_mask(**arguments, mask_function=mask_function) is None
+        assert interface.hf_flash2_mask(**arguments | {"kv_length": 5, "kv_offset": 2}, mask_function=mask_function) is None
+
+
+def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):
+    given = tiny.attention_mask("left", device).bool()
+    before = given.clone()
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    assert torch.equal(given, before) and not hasattr(given, interface._ATTRIBUTE)
+    mask.zero_()
+    assert torch.equal(given, before)
+
+
+def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=tiny.attention_mask("left", device).bool())
+    q, k, v = qkv(device, seqlen_k=SEQLEN - 2)
+    with pytest.raises(ValueError, match="describes 12 keys, but the layer has 10"):
+        attention(Layer(), q, k, v, mask)
+
+
+def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
+    made = []
+    padded_batch = interface.packing.padded_batch
+    monkeypatch.setattr(interface.packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
+    model = tiny.model("llama", device=device, dtype=DTYPE, num_hidden_layers=4)
+    with torch.no_grad():
+        model(input_ids=tiny.tokens(device), attention_mask=tiny.attention_mask("left", device))
+    assert len(made) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ patterns and 4-D masks
+
+
+def everything_visible_before(column: int):
+    """A prefix that every token sees, as an overlay some models add to the causal pattern."""
+    return lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx < column
+
+
+PATTERNS = {
+    "prefix": lambda: masking_utils.or_masks(masking_utils.causal_mask_function, everything_visible_before(4)),
+    "chunks": lambda: masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64)),
+    "overlay on a window": lambda: masking_utils.and_masks(
+        masking_utils.sliding_window_causal_mask_function(5), lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx != 2
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", ["dense", "left"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, device):
+    mask_function = PATTERNS[pattern]()
+    given = tiny.attention_mask(padding, device)
+    flags = {"use_vmap": True} if VERSION >= (5, 0) else {}
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, allow_is_causal_skip=False, **flags)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
+    index = torch.arange(SEQLEN)
+    visible = torch.stack([
+        torch.stack([torch.stack([mask_function(b, 0, row, column) for column in index]) for row in index]) for b in torch.arange(BATCH)
+    ]).unsqueeze(1).to(device)  # fmt: skip
+    if given is not None:
+        visible = visible & given.bool()[:, None, None, :]
+    q, k, v = qkv(device)
+    for _ in range(2):
+        out = attention(Layer(), q, k, v, mask)
+    assert_close(out, expected(q, k, v, visible), tiny.real(given, out))
+    assert len(notices()) == 1 and "no plain causal" in notices()[0]
+
+
+def test_one_chunk_is_plainly_causal(device):
+    mask_function = masking_utils.chunked_causal_mask_function(SEQLEN, torch.zeros(BATCH, dtype=torch.int64))
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
+    assert interface.hf_flash2_mask(**arguments) is None
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_4d_mask_goes_to_sdpa_with_one_warning(form, notices, device):
+    q, k, v = qkv(device)
+    visible = torch.rand(BATCH, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    visible[..., 0] = True
+    mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, torch.finfo(torch.float32).min)
+    longer = F.pad(mask, (0, 3))  # as models slice them: keys beyond the cache do not count
+    for given in (mask, longer):
+        assert_close(attention(Layer(), q, k, v, given), expected(q, k, v, visible))
+    assert len(notices()) == 1 and "Layer" in notices()[0] and "4-D" in notices()[0]
+
+
+def test_a_mask_of_another_rank_is_refused(device):
+    q, k, v = qkv(device)
+    with pytest.raises(ValueError, match=r"2 or 4 dimensions, got \[4, 12, 12\]"):
+        attention(Layer(), q, k, v, torch.ones(BATCH, SEQLEN, SEQLEN, device=device))
+
+
+def test_strict_forbids_sdpa(device):
+    q, k, v = qkv(device)
+    mask = torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.bool, device=device)
+    hf_flash2.set_strict(True)
+    try:
+        with pytest.raises(ValueError, match=r"set_strict\(True\) forbids SDPA: a 4-D"):
+            attention(Layer(), q, k, v, mask)
+    finally:
+        hf_flash2.set_strict(False)
+
+
+@pytest.mark.parametrize("kind", ["dense", "padded", "documents"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, device):
+    """A head dim of 264 fits no kernel, whatever the sequences are."""
+    q, k, v = qkv(device, head_dim=264)
+    kwargs, mask = {}, None
+    visible = causal_band(device=device).expand(BATCH, 1, -1, -1)
+    if window:
+        visible = visible & torch.ones_like(visible).triu(1 - window)
+    rows = torch.ones(BATCH, SEQLEN, dtype=torch.bool, device=device)
+    if kind == "padded":
+        mask = tiny.attention_mask("holes", device).bool()
+        visible, rows = visible & mask[:, None, None, :], mask
+    if kind == "documents":
+        bounds = torch.tensor([0, 5, 12, 24, 40], dtype=torch.int32, device=device)  # not all tokens: the rest is no document
+        kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 16, "max_length_k": 16}
+        number = torch.bucketize(torch.arange(BATCH * SEQLEN, device=device), bounds[1:].long(), right=True)
+        q, k, v = (x.transpose(1, 2).reshape(1, BATCH * SEQLEN, -1, 264).transpose(1, 2) for x in (q, k, v))
+        visible = causal_band(BATCH * SEQLEN, BATCH * SEQLEN, device) & (number == number.unsqueeze(1))
+        if window:
+            visible = visible & torch.ones_like(visible).triu(1 - window)
+        rows = (number < 4).unsqueeze(0)
+    out = attention(Layer(), q, k, v, mask, sliding_window=window, **kwargs)
+    assert_close(out, expected(q, k, v, visible), rows)
+    assert len(notices()) == 1 and "head_dim must be between 1 and 256, got 264" in notices()[0]
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- documents
+
+
+def test_documents_by_cu_seqlens_of_queries_and_keys(device):
+    """As vision towers pass them: one row, not causal, lengths as tensors."""
+    q, k, v = qkv(device, batch=1)
+    bounds = torch.tensor([0, 5, 6, SEQLEN], dtype=torch.int64, device=device)
+    lengths = torch.tensor(6)
+    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": lengths, "max_length_k": lengths}
+    number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds[1:], right=True)
+    wanted = expected(q, k, v, number == number.unsqueeze(1))
+    assert_close(attention(Layer(), q, k, v, is_causal=False, **kwargs), wanted)
+    without_lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    assert_close(attention(Layer(), q, k, v, is_causal=False, **without_lengths), wanted)
+
+
+def test_a_padding_mask_wins_over_cu_seqlens(device):
+    q, k, v = qkv(device)
+    mask = tiny.attention_mask("left", device)
+    bounds = torch.tensor([0, BATCH * SEQLEN], dtype=torch.int32, device=device)
+    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 48, "max_length_k": 48}
+    wanted = expected(q, k, v, causal_band(device=device) & mask.bool()[:, None, None, :])
+    assert_close(attention(Layer(), q, k, v, mask, **kwargs), wanted, mask.bool())
+
+
+@pytest.mark.parametrize(
+    "position_ids",
+    [torch.arange(SEQLEN).expand(3, 1, SEQLEN), torch.arange(SEQLEN), torch.arange(5).repeat(3)[None, : SEQLEN - 2]],
+    ids=["3-D", "1-D", "of another length"],
+)
+def test_position_ids_that_say_nothing_about_documents(position_ids, device):
+    q, k, v = qkv(device, batch=1)
+    found = attention(Layer(), q, k, v, position_ids=position_ids.to(device))
+    assert_close(found, expected(q, k, v, causal_band(device=device)))
+
+
+def test_restarting_positions_beside_a_cache_are_no_documents(device):
+    q, k, v = qkv(device, batch=1, seqlen_q=4)
+    found = attention(Layer(), q, k, v, position_ids=torch.tensor([[0, 1, 0, 1]], device=device))
+    assert_close(found, expected(q, k, v, causal_band(4, device=device)))
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["attribute kept", "attribute lost"])
+def test_documents_travel_in_the_mask(lost, device):
+    number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]], device=device).repeat(BATCH, 1)
+    number[1] = 0
+    separate = masking_utils.packed_sequence_mask_function(number)
+    mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, separate)
+    mask = interface.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
+    q, k, v = qkv(device)
+    visible = causal_band(device=device) & (number[:, None, :, None] == number[:, None, None, :])
+    with interface.record_calls() as calls:
+        found = attention(layer := Layer(), q, k, v, WithoutAttribute(mask) if lost else mask)
+    assert_close(found, expected(q, k, v, visible))
+    assert calls[layer] == ["documents"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------- dtypes
+
+
+def test_float32_beside_a_half_type_is_cast_with_one_notice(notices, device):
+    """Rotary embeddings in float32 leave q and k in float32 beside v in bfloat16."""
+    q, k, v = qkv(device, dtype=torch.float32)
+    wanted = expected(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal_band(device=device))
+    for _ in range(2):
+        out = attention(Layer(), q, k, v.bfloat16())
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, wanted, rtol=3e-2, atol=3e-2)
+    assert len(notices()) == 1 and "float32, float32, bfloat16 and are cast to bfloat16" in notices()[0]
+
+
+def test_autocast_decides_the_dtype(notices, device):
+    q, k, v = qkv(device, dtype=torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = attention(Layer(), q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert len(notices()) == 1 and "cast to bfloat16" in notices()[0]
+
+
+@pytest.mark.parametrize(
+    "config", [SimpleNamespace(_is_quantized=True, dtype=torch.float16), SimpleNamespace(_pre_quantization_dtype=torch.float16)]
+)
+def test_a_quantised_model_computes_in_the_dtype_of_its_config(config, device):
+    q, k, v = qkv(device, dtype=torch.float32)
+    seen = []
+    layer = Layer(config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "flash_attn_func", lambda q, *args, **kwargs: seen.append(q.dtype) or q)
+        assert attention(layer, q, k, v).dtype == torch.float32
+    assert seen == [torch.float16]
+
+
+def test_float32_stays_float32(notices, device):
+    """Exactly, on the CPU; through SDPA on a GPU, where no kernel takes it."""
+    q, k, v = qkv(device, dtype=torch.float32)
+    out = attention(Layer(config=SimpleNamespace()), q, k, v)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected(q, k, v, causal_band(device=device)), rtol=1e-4, atol=1e-4)
+    assert len(notices()) == (0 if device.type == "cpu" else 1)
+
+
+def test_lora_in_mixed_precision(device):
+    """bf16 autocast over float32 weights: what Trainer(bf16=True) runs."""
+    ours, eager = tiny.twins("llama", device, torch.float32)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": tiny.attention_mask("left", device), "use_cache": False}
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        truth = eager(**inputs).logits[kept]
+        with torch.autocast(device.type, torch.bfloat16):
+            found, expected_logits = ours(**inputs).logits[kept], eager(**inputs).logits[kept]
+    tiny.assert_as_exact_as_eager(found.bfloat16(), expected_logits, truth)

@@ -1,0 +1,186 @@
+"""Registration: every way in works on the first call of a fresh process, in either import order, and models that cannot be served are refused."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers
+from tiny_models import VERSION
+from transformers import LlamaForCausalLM
+
+import hf_flash2
+from hf_flash2 import interface
+
+pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_in_fresh_process(code: str) -> str:
+    """What the code prints last. An error there is the error of the test."""
+    finished = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A saved model that ran with our implementation."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = tiny.model("llama")
+    model.save_pretrained(folder)
+    return folder
+
+
+IMPORTS = {"before": "import hf_flash2, transformers", "after": "import transformers, transformers.modeling_utils; import hf_flash2"}
+WAYS = {
+    "from_pretrained": "model = AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation='hf_flash2')",
+    "from_config": "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({folder!r}), attn_implementation='hf_flash2')",
+    "set_attn_implementation": "model = AutoModelForCausalLM.from_pretrained({folder!r}); model.set_attn_implementation('hf_flash2')",
+}
+
+
+@pytest.mark.parametrize(("order", "way"), [("before", "from_pretrained"), ("after", "from_config"), ("after", "set_attn_implementation")])
+def test_first_call_of_a_fresh_process(order, way, checkpoint):
+    code = f"""
+        {IMPORTS[order]}
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from hf_flash2 import interface
+        {WAYS[way].format(folder=str(checkpoint))}
+        with interface.record_calls() as calls:
+            model.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[0, 1, 1]]), max_new_tokens=2, do_sample=False)
+        print(model.config._attn_implementation, len(calls), {{route for layer in calls.values() for route in layer}})
+    """
+    assert run_in_fresh_process(code) == "hf_flash2 2 {'padded'}"
+
+
+def test_without_transformers():
+    code = """
+        import sys
+        sys.modules["transformers"] = None
+        import torch, hf_flash2
+        q = torch.randn(1, 3, 2, 8)
+        print(hf_flash2.flash_attn_func(q, q, q).shape == q.shape, hf_flash2.registration_state()["registered"])
+    """
+    assert run_in_fresh_process(code) == "True False"
+
+
+def test_with_a_transformers_that_cannot_be_imported(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('broken install')\n")
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import hf_flash2
+        print(hf_flash2.registration_state()["problems"])
+    """
+    assert "broken install" in run_in_fresh_process(code)
+
+
+def test_the_name_is_not_saved(checkpoint):
+    assert "hf_flash2" not in (checkpoint / "config.json").read_text()
+    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_registering_twice_wraps_once():
+    utils = transformers.modeling_flash_attention_utils
+    before = (utils._lazy_imports, transformers.PreTrainedModel.get_correct_attn_implementation)
+    interface.register()
+    interface._wrap(utils, "_lazy_imports", interface._admitting)
+    assert before == (utils._lazy_imports, transformers.PreTrainedModel.get_correct_attn_implementation)
+
+
+def test_registration_state():
+    state = hf_flash2.registration_state()
+    assert state["transformers"] == transformers.__version__
+    assert state["registered"] and state["problems"] == [] and all(state["wrapped"].values()) and len(state["wrapped"]) == 3
+    json.dumps(state)
+
+
+def test_the_import_hook_gives_our_functions_in_the_form_this_version_takes():
+    utils = transformers.modeling_flash_attention_utils
+    for name in ("hf_flash2", "paged|hf_flash2"):
+        functions = utils._lazy_imports(name)
+        assert len(functions) == (5 if hasattr(utils, "_flash_with_kvcache_fn") else 4)
+        assert functions[:2] == (hf_flash2.flash_attn_func, hf_flash2.flash_attn_varlen_func)
+
+
+def test_a_missing_target_is_explained_when_the_name_is_used(monkeypatch):
+    monkeypatch.setattr(interface, "_problems", [])
+    interface._wrap(types.SimpleNamespace(__name__="somewhere"), "_lazy_imports", interface._admitting)
+    assert "somewhere._lazy_imports" in interface._problems[0]
+
+    def refuses(self, implementation):
+        raise ValueError("not a kernel of the hub")
+
+    with pytest.raises(ValueError, match="not fully registered: transformers .* has no somewhere._lazy_imports"):
+        interface._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
+
+
+def test_other_implementations_are_left_alone():
+    assert tiny.model("llama", "sdpa").config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="no_such_thing"):
+        tiny.model("llama", "no_such_thing")
+
+
+REFUSED = {
+    "bloom": "_supports_flash_attn",
+    "mpt": "_supports_flash_attn",
+    "t5": "_supports_flash_attn",
+    "gptj": "never call the attention interface",
+    "gemma2": "attn_logit_softcapping=50.0",
+}
+if VERSION < (5, 0):
+    REFUSED["bert"] = "_supports_flash_attn"
+else:
+    REFUSED["gpt_oss"] = "accepts only"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_cannot_be_served_are_refused(family):
+    with pytest.raises(ValueError, match=f"cannot run with attn_implementation=.*{REFUSED[family]}"):
+        tiny.model(family)
+
+
+def test_switching_a_model_that_cannot_be_served():
+    model = tiny.model("gemma2", "eager")
+    with pytest.raises(ValueError, match="attn_logit_softcapping"):
+        model.set_attn_implementation("hf_flash2")
+    assert model.config._attn_implementation == "eager"
+    without_interface = tiny.model("gptj", "eager")
+    without_interface.set_attn_implementation("hf_flash2")  # Transformers itself warns and changes nothing
+    assert without_interface.config._attn_implementation == "eager"
+
+
+def test_a_subclass_defined_anywhere_is_served():
+    class Mine(LlamaForCausalLM):
+        __module__ = "__main__"
+
+    assert Mine._from_config(tiny.config("llama"), attn_implementation="hf_flash2").config._attn_implementation == "hf_flash2"
+
+
+def test_trl_learns_our_name_when_it_is_loaded(monkeypatch):
+    trainer = types.ModuleType("trl.trainer.sft_trainer")
+    trainer.FLASH_ATTENTION_VARIANTS = {"flash_attention_2"}
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", trainer)
+    tiny.model("llama")
+    assert "hf_flash2" in trainer.FLASH_ATTENTION_VARIANTS and hf_flash2.registration_state()["trl"]
+
+
+def test_switching_back_and_forth():
+    model = tiny.model("llama", "eager")
+    inputs = {"input_ids": tiny.tokens()}
+    with interface.record_calls() as calls, torch.no_grad():
+        model(**inputs)
+        assert not calls
+        model.set_attn_implementation("hf_flash2")
+        model(**inputs)
+        assert len(calls) == 2
+        model.set_attn_implementation("sdpa")
+        model(**inputs)
+        assert all(len(layer) == 1 for layer in calls.values())

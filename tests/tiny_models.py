@@ -1,0 +1,138 @@
+"""Tiny random models and ragged batches for the interface tests, and the rule that judges them against eager attention.
+
+Weights are drawn with a large standard deviation: at the default one attention is nearly flat, and a lost mask or window hardly shows.
+"""
+
+import copy
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)  # at these sizes more threads only wait for each other
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+VOCABULARY, BATCH, SEQLEN = 61, 4, 12
+DTYPES = [torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.bfloat16]
+
+_COMMON = {
+    "tie_word_embeddings": False,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DECODER = _COMMON | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+_GPT2 = _COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_BART = {
+    "vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "init_std": 0.25, "dropout": 0.0,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+# family -> (class of the model, arguments of its config)
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", _DECODER),
+    "mistral": ("MistralForCausalLM", _DECODER | {"sliding_window": 5}),
+    "gpt2": ("GPT2LMHeadModel", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2_cross": ("GPT2LMHeadModel", _GPT2 | {"add_cross_attention": True}),
+    "qwen3": ("Qwen3ForCausalLM", _DECODER),
+    "gemma3": ("Gemma3ForCausalLM", _DECODER | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "bert": ("BertForMaskedLM", _COMMON | {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64,
+    }),
+    "modernbert": ("ModernBertForMaskedLM", _COMMON | {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_cutoff_factor": 5.0,
+        "local_attention": 6, "layer_types": ["full_attention", "sliding_attention"], "cls_token_id": 1, "sep_token_id": 2,
+    }),
+    "bart": ("BartForConditionalGeneration", _BART),
+    # what must be refused
+    "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
+    "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
+    "gptj": ("GPTJForCausalLM", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+    "gemma2": ("Gemma2ForCausalLM", _DECODER),
+    "gpt_oss": ("GptOssForCausalLM", _DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1}),
+}  # fmt: skip
+
+
+def config(family: str, **overrides):
+    class_name, arguments = FAMILIES[family]
+    return getattr(transformers, class_name).config_class(**arguments | overrides)
+
+
+def model(family: str, implementation: str = "hf_flash2", device="cpu", dtype=torch.float32, **overrides) -> PreTrainedModel:
+    """The same weights for every implementation, in evaluation mode. A config of its own: implementations live in the config."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, FAMILIES[family][0])
+    return model_class._from_config(config(family, **overrides), attn_implementation=implementation).to(device, dtype).eval()
+
+
+def twins(family: str, device="cpu", dtype=torch.float32, **overrides) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(hf_flash2, eager)"""
+    return model(family, "hf_flash2", device, dtype, **overrides), model(family, "eager", device, dtype, **overrides)
+
+
+def attention_mask(padding: str, device="cpu", seqlen: int = SEQLEN) -> torch.Tensor | None:
+    """int64 [BATCH, seqlen], 1 = real. "holes" has them at both ends and inside, wider than the windows too; "empty" a row without a token."""
+    mask = torch.ones(BATCH, seqlen, dtype=torch.int64, device=device)
+    match padding:
+        case "dense":
+            return None
+        case "left" | "right":
+            for row, missing in enumerate((seqlen - 1, 3, 0, 5)):
+                mask[row, :missing] = 0
+            return mask if padding == "left" else mask.flip(1)
+        case "holes":
+            mask[0, 2:9] = 0
+            mask[1, [0, 4, seqlen - 1]] = 0
+            mask[2, ::2] = 0
+        case "empty":
+            mask[1] = 0
+            mask[2, 7:] = 0
+    return mask
+
+
+PADDINGS = ("dense", "left", "right", "holes", "empty")
+
+
+def tokens(device="cpu", batch: int = BATCH, seqlen: int = SEQLEN, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, seqlen), generator=generator).to(device)
+
+
+def real(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """bool [B, S]: the rows whose results mean something."""
+    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device) if mask is None else mask.bool()
+
+
+def labels(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Real tokens behind a real token: what padding predicts is every implementation's own affair."""
+    kept = real(mask, input_ids)
+    kept[:, 1:] &= kept[:, :-1].clone()
+    return input_ids.masked_fill(~kept, -100)
+
+
+def gradients(trained: PreTrainedModel, **inputs) -> dict[str, torch.Tensor]:
+    trained.zero_grad()
+    trained(**inputs).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in trained.named_parameters() if parameter.grad is not None}
+
+
+def eager_in_float32(eager: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(eager).float()
+
+
+def assert_as_exact_as_eager(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, factor: float = 2.0, name: str = "") -> None:
+    """float32: equal to eager up to float32 rounding. Half types: at most `factor` times eager's own distance from float32."""
+    scale = truth.float().abs().max().item() + 1e-12
+    error = (ours.float() - truth.float()).abs().max().item() / scale
+    eager_error = (eager.float() - truth.float()).abs().max().item() / scale
+    allowed = 2e-5 if ours.dtype == torch.float32 else factor * eager_error + 1e-3
+    assert error <= allowed, f"{name}: error {error:.2e} of the largest value, allowed {allowed:.2e} (eager: {eager_error:.2e})"
