@@ -52,6 +52,11 @@ class Case:
         return "-".join(parts)
 
     @property
+    def beyond_hopper(self) -> bool:
+        """The Hopper family leaves this case to the other one."""
+        return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
+
+    @property
     def scores(self) -> int:
         """How many scores an eager implementation materialises: what a case costs the oracle."""
         return len(self.lengths_q) * self.heads[0] * max(self.lengths_q) * max(self.lengths_k)

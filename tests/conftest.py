@@ -44,6 +44,14 @@ def family(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.fixture(params=[name for name in families() if name != "sm90"])
+def dropout_family(request, monkeypatch) -> str:
+    """Each kernel family that has dropout, forced likewise."""
+    if request.param != NO_FAMILY:
+        monkeypatch.setenv("HF_FLASH2_FAMILY", request.param)
+    return request.param
+
+
 @pytest.fixture
 def record_errors(record_property):
     """Call with {tensor name: error of ours / error of eager}; the largest per module ends in the record of the run."""

@@ -110,21 +110,27 @@ def test_padded_attention_equals_attention_under_a_mask(padding):
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_documents_are_found(seed):
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("seed", range(10))
+def test_documents_are_found(seed, rows):
+    """Documents of random lengths fill each row; positions start anywhere."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator).tolist()
-    first = int(torch.randint(0, 4, (1,), generator=generator))  # positions need not start at 0
-    position_ids = torch.cat([torch.arange(first, first + n) for n in lengths])[None]
-    cu_seqlens, longest = packing.documents_from_position_ids(position_ids)
+    seqlen, lengths, position_ids = 20, [], []
+    for _ in range(rows):
+        ends = torch.randperm(seqlen - 1, generator=generator)[:4].sort().values + 1
+        row = torch.cat((torch.zeros(1, dtype=torch.long), ends, torch.tensor([seqlen]))).diff().tolist()
+        first = int(torch.randint(0, 4, (1,), generator=generator))
+        lengths += row
+        position_ids.append(torch.cat([torch.arange(first, first + n) for n in row]))
+    cu_seqlens, longest = packing.documents_from_position_ids(torch.stack(position_ids))
     assert cu_seqlens.dtype == torch.int32
     assert cu_seqlens.diff().tolist() == lengths
     assert longest == max(lengths)
 
 
-@pytest.mark.parametrize("first", (0, 5))
-def test_one_document_is_no_packed_row(first):
-    assert packing.documents_from_position_ids(torch.arange(first, first + 9)[None]) is None
+@pytest.mark.parametrize(("rows", "first"), ((1, 0), (1, 5), (3, 0)))
+def test_one_document_a_row_is_no_packing(rows, first):
+    assert packing.documents_from_position_ids(torch.arange(first, first + 9).expand(rows, -1)) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
