@@ -95,7 +95,8 @@ void check_forward(const HfFlash2ForwardParams& p) {
 }
 
 void check_backward(const HfFlash2BackwardParams& p) {
-  if (p.struct_size != sizeof p) throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  if (p.struct_size != sizeof p)
+    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
   check_forward(p.forward);
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   check_tensor("dout", p.dout, packed);
@@ -138,9 +139,8 @@ HfFlash2Family choose_forward_family(const HfFlash2ForwardParams& p) {
 
 int64_t workspace_bytes(const HfFlash2BackwardParams& params) {
   return dispatch_head_dim<int64_t>(params.forward.head_dim, [&](auto head_dim) {
-    return dispatch_dtype(params.forward.dtype, [&](auto dtype) {
-      return sm80::backward_workspace_bytes<decltype(head_dim)::value, decltype(dtype)>(params);
-    });
+    return dispatch_dtype(params.forward.dtype,
+                          [&](auto dtype) { return sm80::backward_workspace_bytes<decltype(head_dim)::value, decltype(dtype)>(params); });
   });
 }
 
@@ -241,9 +241,10 @@ int hf_flash2_check_device(int device) {
     cudaRuntimeGetVersion(&runtime);
     if (driver == 0) throw LaunchError(kErrorUnsupported, "no NVIDIA driver is installed; attention runs on CUDA GPUs only with one");
     if (driver / 1000 < runtime / 1000)
-      throw LaunchError(kErrorUnsupported, "the NVIDIA driver supports CUDA " + version_name(driver) + ", but libhf_flash2.so was built with CUDA " +
-                                               version_name(runtime) + ": update the driver, or set CUDA_HOME to a toolkit of version " +
-                                               version_name(driver) + " or older and run `hf-flash2 build`");
+      throw LaunchError(kErrorUnsupported, "the NVIDIA driver supports CUDA " + version_name(driver) +
+                                               ", but libhf_flash2.so was built with CUDA " + version_name(runtime) +
+                                               ": update the driver, or set CUDA_HOME to a toolkit of version " + version_name(driver) +
+                                               " or older and run `hf-flash2 build`");
     int count = 0;
     check_cuda(cudaGetDeviceCount(&count), "looking for GPUs");
     if (device < 0 || device >= count)
@@ -255,8 +256,8 @@ int hf_flash2_check_device(int device) {
                                                "; the kernels need 8.0 (Ampere) or newer: use attn_implementation='sdpa' on this GPU");
     const DeviceGuard guard(device);
     if (!has_code_for_current_device())
-      throw LaunchError(kErrorUnsupported, "libhf_flash2.so was built for " HF_FLASH2_ARCHS " and has no code for compute capability " + capability +
-                                               "; run `hf-flash2 build` without HF_FLASH2_ARCHS");
+      throw LaunchError(kErrorUnsupported, "libhf_flash2.so was built for " HF_FLASH2_ARCHS " and has no code for compute capability " +
+                                               capability + "; run `hf-flash2 build` without HF_FLASH2_ARCHS");
     return 1;
   });
 }
@@ -264,7 +265,7 @@ int hf_flash2_check_device(int device) {
 const char* hf_flash2_build_info(void) {
   static const std::string info =
       std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
-         "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
+                  "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
       (kHasSm90 ? ", \"sm90\"]}" : "]}");
   return info.c_str();
 }

@@ -38,8 +38,8 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
   if constexpr (sizeof...(kLarger) > 0) {
     return dispatch_head_dim_from<Result, kLarger...>(head_dim, f);
   } else {
-    throw LaunchError(kErrorUnsupported, "no kernel of this build takes head_dim " + std::to_string(head_dim) +
-                                             "; rebuild without HF_FLASH2_HEAD_DIMS");
+    throw LaunchError(kErrorUnsupported,
+                      "no kernel of this build takes head_dim " + std::to_string(head_dim) + "; rebuild without HF_FLASH2_HEAD_DIMS");
   }
 }
 

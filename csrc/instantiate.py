@@ -11,7 +11,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 FAMILIES = {"sm80": ("backward", "forward"), "sm90": ("forward",)}  # the slow ones first, so that the cores finish together
 # Widths N of the wgmma products: scores by key blocks of tiles.h with A in shared memory, outputs by head dims with A in registers.
-WGMMA_WIDTHS = {False: (80, 112, 128, 176, 192), True: HEAD_DIMS}
+WGMMA_WIDTHS = {False: (80, 112, 128), True: HEAD_DIMS}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def _source(family: str, direction: str, head_dim: int, ctype: str) -> str:
     struct = f"HfFlash2{direction.capitalize()}Params"
     functions = {"forward": ("void run_forward",), "backward": ("void run_backward", "int64_t backward_workspace_bytes")}[direction]
     instances = "".join(f"template {function}<{head_dim}, {ctype}>(const {struct}&);\n" for function in functions)
-    return f'#include "{family}/{direction}_launch.cuh"\nnamespace hf_flash2::{family} {{\n{instances}}}  // namespace hf_flash2::{family}\n'
+    namespace = f"hf_flash2::{family}"
+    return f'#include "{family}/{direction}_launch.cuh"\nnamespace {namespace} {{\n{instances}}}  // namespace {namespace}\n'
 
 
 def _wgmma_header() -> str:
@@ -93,9 +94,10 @@ def _wgmma_product(n: int, a_in_registers: bool) -> str:
           : {outputs}
           : {a_inputs}, "l"(b), "r"(accumulate));"""
 
+    a_parameter = "const uint32_t* a" if a_in_registers else "uint64_t a"
     return f"""template <typename T>
 struct {"WgmmaRegisters" if a_in_registers else "WgmmaShared"}<T, {n}> {{
-  static __device__ __forceinline__ void multiply(float* d, {"const uint32_t* a" if a_in_registers else "uint64_t a"}, uint64_t b, int accumulate) {{
+  static __device__ __forceinline__ void multiply(float* d, {a_parameter}, uint64_t b, int accumulate) {{
     if constexpr (std::is_same_v<T, __half>)
       {statement("f16")}
     else

@@ -53,9 +53,9 @@ typedef struct HfFlash2ForwardParams {
   int32_t head_dim_v;    // of v and out; equal to head_dim in this version
   int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
   int32_t max_seqlen_k;
-  int32_t total_q;      // Tq when packed, else 0
-  int32_t total_k;      // Tk when packed, else 0
-  int32_t window_left;  // keys visible left of the diagonal, -1 = all. The diagonal is aligned to the bottom-right corner
+  int32_t total_q;       // Tq when packed, else 0
+  int32_t total_k;       // Tk when packed, else 0
+  int32_t window_left;   // keys visible left of the diagonal, -1 = all. The diagonal is aligned to the bottom-right corner
   int32_t window_right;  // keys visible right of the diagonal, -1 = all; 0 = causal
   int32_t family;        // HfFlash2Family: which kernels to use; kAuto lets the library choose
   float softmax_scale;
@@ -63,16 +63,16 @@ typedef struct HfFlash2ForwardParams {
 } HfFlash2ForwardParams;
 
 typedef struct HfFlash2BackwardParams {
-  uint64_t struct_size;            // sizeof(HfFlash2BackwardParams), checked
-  HfFlash2ForwardParams forward;   // as the forward got it, with its out and softmax_lse
-  HfFlash2Tensor dout;             // as out
-  HfFlash2Tensor dq;               // as q
-  HfFlash2Tensor dk;               // as k
-  HfFlash2Tensor dv;               // as v
-  const float* dlse;               // gradient of softmax_lse, laid out like it; null = zero
-  void* workspace;                 // device scratch, 256-byte aligned, uninitialised
-  uint64_t workspace_bytes;        // at least hf_flash2_backward_workspace_bytes()
-  int32_t deterministic;           // non-zero: dq is bit-equal from run to run
+  uint64_t struct_size;           // sizeof(HfFlash2BackwardParams), checked
+  HfFlash2ForwardParams forward;  // as the forward got it, with its out and softmax_lse
+  HfFlash2Tensor dout;            // as out
+  HfFlash2Tensor dq;              // as q
+  HfFlash2Tensor dk;              // as k
+  HfFlash2Tensor dv;              // as v
+  const float* dlse;              // gradient of softmax_lse, laid out like it; null = zero
+  void* workspace;                // device scratch, 256-byte aligned, uninitialised
+  uint64_t workspace_bytes;       // at least hf_flash2_backward_workspace_bytes()
+  int32_t deterministic;          // non-zero: dq is bit-equal from run to run
   int32_t reserved;
 } HfFlash2BackwardParams;
 

@@ -44,7 +44,9 @@ struct Mask {
   }
 
   // Query blocks [begin, end) with some row that sees a key of [key_begin, key_end).
-  __device__ __forceinline__ int query_block_begin(int key_begin, int block_m) const { return max(0, key_begin - shift() - right()) / block_m; }
+  __device__ __forceinline__ int query_block_begin(int key_begin, int block_m) const {
+    return max(0, key_begin - shift() - right()) / block_m;
+  }
   __device__ __forceinline__ int query_block_end(int key_end, int block_m) const {
     const int last_row = min(len_q - 1, min(key_end, len_k) - 1 - shift() + left());
     return max(0, last_row + block_m) / block_m;
@@ -54,9 +56,7 @@ struct Mask {
   __device__ __forceinline__ int unmasked_block_begin(int row_end, int block_n) const {
     return (max(0, row_end - 1 + shift() - left()) + block_n - 1) / block_n;
   }
-  __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const {
-    return max(0, last_key(row_begin) + 1) / block_n;
-  }
+  __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const { return max(0, last_key(row_begin) + 1) / block_n; }
 
   // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked, holes apart.
   __device__ __forceinline__ bool needed(int row_begin, int row_end, int key_begin, int key_end) const {

@@ -22,12 +22,12 @@ struct BackwardShape : BackwardTile<kHeadDim, kVariant> {
   using Tile = BackwardTile<kHeadDim, kVariant>;
   static constexpr int kWarps = Tile::kWarpsM * Tile::kWarpsN, kThreads = kWarps * 32;
   static_assert(Tile::kWarpsKeys * Tile::kWarpsDim == kWarps, "all products use all warps");
-  static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2;    // K or V
-  static constexpr int kQueryBytes = Tile::kBlockM * kHeadDim * 2;  // one stage of Q or dO
+  static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2;         // K or V
+  static constexpr int kQueryBytes = Tile::kBlockM * kHeadDim * 2;       // one stage of Q or dO
   static constexpr int kScoreBytes = Tile::kBlockM * Tile::kBlockN * 2;  // P or dS
   static constexpr int kSharedBytes = 2 * (kKeyBytes + Tile::kStages * kQueryBytes + kScoreBytes);
   // Accumulator tiles of 16 x 8 a warp holds.
-  static constexpr int kMTiles = Tile::kBlockM / Tile::kWarpsM / 16, kNTiles = Tile::kBlockN / Tile::kWarpsN / 8;     // S, dP
+  static constexpr int kMTiles = Tile::kBlockM / Tile::kWarpsM / 16, kNTiles = Tile::kBlockN / Tile::kWarpsN / 8;      // S, dP
   static constexpr int kKeyTiles = Tile::kBlockN / Tile::kWarpsKeys / 16, kDimTiles = kHeadDim / Tile::kWarpsDim / 8;  // dK, dV
   static constexpr int kDqDimTiles = kHeadDim / Tile::kWarpsN / 8;                                                     // dQ, kMTiles rows
   static constexpr int kDqFloatsPerWarp = kMTiles * kDqDimTiles * 128;
@@ -77,15 +77,15 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   const int steps = blocks_per_head * group;
 
   extern __shared__ __align__(128) char shared[];
-  const uint32_t sK = shared_address(shared);                   // [kBlockN, kHeadDim]; dK on the way out
-  const uint32_t sV = sK + Shape::kKeyBytes;                    // [kBlockN, kHeadDim]; dV on the way out
-  const uint32_t sQ = sV + Shape::kKeyBytes;                    // kStages x [kBlockM, kHeadDim]
-  const uint32_t sdO = sQ + kStages * Shape::kQueryBytes;       // kStages x [kBlockM, kHeadDim]
-  const uint32_t sP = sdO + kStages * Shape::kQueryBytes;       // [kBlockM, kBlockN]
-  const uint32_t sdS = sP + Shape::kScoreBytes;                 // [kBlockM, kBlockN]
+  const uint32_t sK = shared_address(shared);              // [kBlockN, kHeadDim]; dK on the way out
+  const uint32_t sV = sK + Shape::kKeyBytes;               // [kBlockN, kHeadDim]; dV on the way out
+  const uint32_t sQ = sV + Shape::kKeyBytes;               // kStages x [kBlockM, kHeadDim]
+  const uint32_t sdO = sQ + kStages * Shape::kQueryBytes;  // kStages x [kBlockM, kHeadDim]
+  const uint32_t sP = sdO + kStages * Shape::kQueryBytes;  // [kBlockM, kBlockN]
+  const uint32_t sdS = sP + Shape::kScoreBytes;            // [kBlockM, kBlockN]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = warp / Shape::kWarpsN * (kMTiles * 16), warp_column = warp % Shape::kWarpsN * (kNTiles * 8);         // S, dP
+  const int warp_row = warp / Shape::kWarpsN * (kMTiles * 16), warp_column = warp % Shape::kWarpsN * (kNTiles * 8);       // S, dP
   const int warp_key = warp / Shape::kWarpsDim * (kKeyTiles * 16), warp_dim = warp % Shape::kWarpsDim * (kDimTiles * 8);  // dK, dV
   const int warp_dq_dim = warp % Shape::kWarpsN * (Shape::kDqDimTiles * 8);                                               // dQ columns
 
@@ -245,10 +245,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads)
       dq[m][d][0] = x.x * forward.softmax_scale, dq[m][d][1] = x.y * forward.softmax_scale;
       dq[m][d][2] = x.z * forward.softmax_scale, dq[m][d][3] = x.w * forward.softmax_scale;
     }
-  write_accumulators<T, kHeadDim>(tile, dq, warp / Shape::kWarpsN * (Shape::kMTiles * 16), warp % Shape::kWarpsN * (Shape::kDqDimTiles * 8));
+  write_accumulators<T, kHeadDim>(tile, dq, warp / Shape::kWarpsN * (Shape::kMTiles * 16),
+                                  warp % Shape::kWarpsN * (Shape::kDqDimTiles * 8));
   __syncthreads();
-  store_tile<kBlockM, kHeadDim, Shape::kThreads>(tile, token_pointer<T>(params.dq, batch, head, seq.start), params.dq.token_stride, row_begin,
-                                                 seq.length, forward.head_dim, threadIdx.x);
+  store_tile<kBlockM, kHeadDim, Shape::kThreads>(tile, token_pointer<T>(params.dq, batch, head, seq.start), params.dq.token_stride,
+                                                 row_begin, seq.length, forward.head_dim, threadIdx.x);
 }
 
 }  // namespace hf_flash2::sm80

@@ -14,8 +14,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     launch<forward_kernel<kHeadDim, T, kVariant, true>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
                                                         "attention forward");
   else
-    launch<forward_kernel<kHeadDim, T, kVariant, false>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device,
-                                                         params.stream, "attention forward");
+    launch<forward_kernel<kHeadDim, T, kVariant, false>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
+                                                         "attention forward");
 }
 
 template <int kHeadDim, typename T>

@@ -11,7 +11,8 @@ namespace hf_flash2::sm80 {
 // Starts the copy of rows [row_begin, row_begin + kRows) of one head into shared memory with kThreads threads. Rows from row_end on and
 // columns from `columns` on (a multiple of 8) are filled with zeros.
 template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, int64_t token_stride, int row_begin, int row_end, int columns) {
+__device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, int64_t token_stride, int row_begin, int row_end,
+                                                int columns) {
   constexpr int kGroup = Swizzle<kColumns>::kGroup;  // lanes that share a row: 64 or 128 contiguous bytes each pass
   constexpr int kRowsPerPass = kThreads / kGroup;
   const int lane_row = threadIdx.x / kGroup, lane_chunk = threadIdx.x % kGroup;
@@ -33,7 +34,8 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, in
 
 // Copies rows [0, kRows) of a shared tile to rows row_begin .. of one head, leaving out rows from row_end on and columns from `columns`.
 template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void store_tile(uint32_t tile, T* head, int64_t token_stride, int row_begin, int row_end, int columns, int thread) {
+__device__ __forceinline__ void store_tile(uint32_t tile, T* head, int64_t token_stride, int row_begin, int row_end, int columns,
+                                           int thread) {
   constexpr int kGroup = Swizzle<kColumns>::kGroup;
   constexpr int kRowsPerPass = kThreads / kGroup;
   const int lane_row = thread / kGroup, lane_chunk = thread % kGroup;

@@ -71,7 +71,13 @@ struct ForwardTask {
     const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
     const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
     const Mask mask(params, batch, q, k);
-    return {batch, batch_head % params.heads_q, row_begin, q, k, mask, mask.key_block_begin(row_begin, kBlockN),
+    return {batch,
+            batch_head % params.heads_q,
+            row_begin,
+            q,
+            k,
+            mask,
+            mask.key_block_begin(row_begin, kBlockN),
             row_begin < q.length ? mask.key_block_end(row_begin + kBlockM, kBlockN) : 0};
   }
   __device__ __forceinline__ int key_blocks() const { return max(0, key_block_end - key_block_begin); }

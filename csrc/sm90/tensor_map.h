@@ -34,9 +34,10 @@ inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int 
   const cuuint64_t strides[3] = {bytes(tensor.token_stride, tokens), bytes(tensor.head_stride, heads), bytes(tensor.batch_stride, batch)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, tensor.data, sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      tensor_map_encoder()(&map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, tensor.data,
+                           sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw LaunchError(kErrorCuda, "making a tensor map: driver error " + std::to_string(result));
   return map;
 }
