@@ -1,14 +1,14 @@
-"""The Transformers contract: how `attn_implementation="hf_flash2"` is admitted, masked and computed. Only this file and patches/ know Transformers.
+"""The Transformers contract: how `attn_implementation="hf_flash2"` is admitted, masked and computed.
 
 Three parts, top to bottom:
 
-* registration: `register()` puts our attention and mask functions into Transformers' registries and wraps the few functions that would refuse
-  our name or accept it for a model we cannot serve;
+* registration: `register()` puts our attention and mask functions into Transformers' registries and wraps the few functions that would
+  refuse our name or accept it for a model we cannot serve;
 * `hf_flash2_mask`, called once per forward: turns the model's 2-D mask into the sequences that all layers share;
 * `hf_flash2_attention`, called by every attention layer, and `attend`, its core, which patches/ call too.
 
-What cannot be run exactly is refused with the reason (ValueError), or, where the model itself asks for it, computed exactly by torch's SDPA with
-one warning; `set_strict(True)` turns the warnings into errors.
+What our kernels cannot run is refused with the reason (ValueError), or, where the model itself asks for it, computed exactly by torch's
+SDPA with one warning; `set_strict(True)` turns those warnings into errors. Only this file and patches/ know Transformers.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _calls: dict[torch.nn.Module, list[str]] | None = None
 
 
 def set_strict(enabled: bool) -> None:
-    """Whether attention that our kernels cannot run raises ValueError instead of going to SDPA with a warning. Default: HF_FLASH2_STRICT."""
+    """Whether attention that our kernels cannot run raises ValueError instead of going to SDPA with a warning. HF_FLASH2_STRICT=1 does."""
     global _strict
     _strict = enabled
 
@@ -77,7 +77,7 @@ def _notice(message: str) -> None:
         logger.warning(message)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ registration
+# ----------------------------------------------------------------------------------------------------------------------------- registration
 
 _problems: list[str] = []  # why something of the registration could not be done, in the words of an error message
 _transformers: ModuleType | None = None
@@ -85,7 +85,7 @@ _masking: ModuleType | None = None  # transformers.masking_utils
 
 
 def register() -> None:
-    """Make Transformers know the name "hf_flash2". Idempotent; never raises: what failed is in `registration_state()` and in later errors."""
+    """Make Transformers know the name "hf_flash2". Idempotent; never raises: what failed is in `registration_state()` and later errors."""
     global _transformers, _masking
     if _transformers is not None or importlib.util.find_spec("transformers") is None:
         return
@@ -182,8 +182,8 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
     """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
     if not getattr(model, "_supports_flash_attn", False):
         return (
-            "its attention has parts that no flash attention computes (it does not declare _supports_flash_attn), such as a position bias or "
-            'ALiBi; use "sdpa" or "eager". For one tower of a composite model pass a dict, e.g. {"vision_config": "sdpa", "text_config": "hf_flash2"}'
+            "it does not declare _supports_flash_attn: its attention has parts that no flash attention computes, such as a position bias "
+            'or ALiBi; use "sdpa" or "eager" (for one part of a composite model: {"vision_config": "sdpa", "text_config": "hf_flash2"})'
         )
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible and NAME not in compatible:
@@ -219,10 +219,10 @@ def _join_trl() -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- sequences
+# -------------------------------------------------------------------------------------------------------------------------------- sequences
 
-# What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move, copy
-# and save it:
+# What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
+# copy and save it:
 #   bool  [B, Sk]         True = a real key; the queries are the last columns
 #   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
 #   uint8 [B, 3 * Sk]     documents, no cache: real keys | zeros | first token of each document
@@ -230,8 +230,8 @@ def _join_trl() -> bool:
 # An attribute on the same tensor, a `_Sequences` (a reason for the last form), spares the layers deriving the same again.
 _ATTRIBUTE = "_hf_flash2"
 _MAYBE_DOCUMENTS = (
-    "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and max_length_q/k "
-    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+    "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
+    "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
 )
 _CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
 _GIVEN_4D = "a 4-D attention mask was given"
@@ -284,7 +284,7 @@ class _Sequences:
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
 
     def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
-        """same_tokens: queries and keys are the same tokens, and their positions matter (they do when causal or under a window)."""
+        """same_tokens: queries and keys are the same tokens and their positions matter, as they do when causal or under a window."""
         return self._once(
             ("padded", seqlen_q, same_tokens), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens)
         )
@@ -325,7 +325,7 @@ def _band(seqlen_q: int, seqlen_k: int, q_offset: int | torch.Tensor, causal: bo
     return band
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- the mask
+# --------------------------------------------------------------------------------------------------------------------------------- the mask
 
 
 def hf_flash2_mask(
@@ -342,8 +342,8 @@ def hf_flash2_mask(
     """The mask function Transformers calls once per forward and kind of layer. No host synchronisation.
 
     Args:
-        kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part; q_length, q_offset likewise for the queries
-            (Transformers 5; 4.57 passes cache_position [q_length] instead).
+        kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part.
+        q_length, q_offset: likewise for the queries (Transformers 5); 4.57 passes cache_position [q_length] instead.
         mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
         attention_mask: bool [B, keys seen so far], True = a real token, or None.
     Returns:
@@ -416,9 +416,7 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     # Dynamo shows the name of an inner function but not what it closes over; what the other arguments leave open goes to SDPA.
     if mask_function is _masking.causal_mask_function:
         return _Pattern()
-    if (
-        hasattr(_masking, "bidirectional_mask_function") and mask_function is _masking.bidirectional_mask_function
-    ):  # not in Transformers 4.57
+    if mask_function is getattr(_masking, "bidirectional_mask_function", None):  # absent in Transformers 4.57
         return _Pattern(causal=False)
     if not mask_function.__qualname__.startswith("and_masks.") or kwargs.get("use_vmap"):
         return _Pattern(_CUSTOM_PATTERN)
@@ -456,14 +454,14 @@ def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
     return _Pattern(_CUSTOM_PATTERN)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- the attention
+# ---------------------------------------------------------------------------------------------------------------------------- the attention
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "inputs_embeds",
-    "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss",
-    "seq_idx", "shift_labels", "token_type_ids", "use_cache",
+    "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids",
+    "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
+    "position_ids", "return_dict", "return_loss", "seq_idx", "shift_labels", "token_type_ids", "use_cache",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
 _UNSUPPORTED = {
@@ -543,8 +541,8 @@ def attend(
         q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], any strides.
         attention_mask, sliding_window: as in `hf_flash2_attention`.
         causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
-        kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart), what
-            changes the result and has no kernel is refused, the rest is ignored.
+        kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart),
+            what changes the result and has no kernel is refused, the rest is ignored.
     Returns:
         out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
     """
@@ -631,8 +629,8 @@ def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.
 
 
 def _in_one_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k, v as the kernels take them. Mixed precision brings float32 beside a half type: autocast's dtype wins, then the half type among the
-    tensors, then that of a quantised model's config. Genuine float32 stays."""
+    """q, k, v as the kernels take them. Mixed precision brings float32 beside a half type: autocast's dtype wins, then the half type among
+    the tensors, then that of a quantised model's config. Genuine float32 stays."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) == 1 and torch.float32 not in dtypes:
         return tensors

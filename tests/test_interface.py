@@ -110,7 +110,7 @@ def test_no_position_sees_a_later_token(family, padding, device):
     assert difference[:, position][kept[:, position]].min() > 1e-3
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- documents
+# -------------------------------------------------------------------------------------------------------------------------------- documents
 
 LENGTHS = (7, 1, 12, 4)
 
@@ -196,7 +196,7 @@ def kwargs_of_a_layer(model, **inputs) -> dict:
     return {name: value for name, value in seen.items() if value is not None}
 
 
-# ----------------------------------------------------------------------------------------------------------------------- cross-attention
+# -------------------------------------------------------------------------------------------------------------------------- cross-attention
 
 
 @pytest.mark.parametrize("decoder_length", [1, 5, SEQLEN, 17])
@@ -229,20 +229,18 @@ def test_gpt2_with_cross_attention(padding, device):
     tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
 
 
-# --------------------------------------------------------------------------------------------------------------------- caches, generation
+# ----------------------------------------------------------------------------------------------------------------------- caches, generation
 
 
 def step_by_step(model, ids, mask, cache, steps=(6, 1, 1, 3, 1)) -> torch.Tensor:
-    """Logits of a prefill and of further steps of several sizes, [B, sum(steps), vocabulary]. The mask grows with the sequence, or is absent."""
+    """Logits of a prefill and of further steps of several sizes, [B, sum(steps), vocabulary]. The mask, if any, grows with the sequence."""
     out, start = [], 0
     for size in steps:
-        columns = slice(start, start + size)
-        extra = {} if VERSION >= (5, 0) else {"cache_position": torch.arange(start, start + size, device=ids.device)}
-        step_mask = None if mask is None else mask[:, : start + size]
-        positions = torch.arange(start, start + size, device=ids.device).expand(ids.shape[0], -1)
-        out.append(
-            logits(model, input_ids=ids[:, columns], attention_mask=step_mask, past_key_values=cache, position_ids=positions, **extra)
-        )
+        positions = torch.arange(start, start + size, device=ids.device)
+        inputs = {"input_ids": ids[:, start : start + size], "position_ids": positions.expand(ids.shape[0], -1), "past_key_values": cache}
+        if VERSION < (5, 0):
+            inputs["cache_position"] = positions
+        out.append(logits(model, attention_mask=None if mask is None else mask[:, : start + size], **inputs))
         start += size
     return torch.cat(out, 1)
 
@@ -302,7 +300,7 @@ def test_continuous_batching(family, device):
         assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-# --------------------------------------------------------------------------------------------------------- no host synchronisation
+# ------------------------------------------------------------------------------------------------------------------ no host synchronisation
 
 _SYNCHRONISING = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "masked_select", "equal"}
 
@@ -368,7 +366,7 @@ def test_an_unpadded_forward_reads_nothing_back(device):
     assert synchronising_ops(lambda: logits(model, input_ids=ids)) == []
 
 
-# ------------------------------------------------------------------------------------------------------- the checks above can fail
+# ---------------------------------------------------------------------------------------------------------------- the checks above can fail
 
 
 @pytest.fixture

@@ -40,10 +40,16 @@ def assert_compiled_matches_eager(family, device, kept=None, eager_inputs=None, 
     tiny.assert_as_exact_as_eager(found, expected, truth)
 
 
-@pytest.mark.parametrize(("family", "padding"), [("llama", "left"), ("llama", "right"), ("mistral", "holes"), ("gpt2", "holes")])
+PADDED = [("llama", "left"), ("llama", "right"), ("mistral", "holes"), ("gpt2", "holes")]
+if VERSION >= (5, 0):
+    PADDED += [("bert", "right"), ("modernbert", "right")]
+
+
+@pytest.mark.parametrize(("family", "padding"), PADDED)
 def test_padded_model(family, padding, device, notices):
     mask = tiny.attention_mask(padding, device)
-    assert_compiled_matches_eager(family, device, mask.bool(), input_ids=tiny.tokens(device), attention_mask=mask, use_cache=False)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask} | ({} if "bert" in family else {"use_cache": False})
+    assert_compiled_matches_eager(family, device, mask.bool(), **inputs)
     assert notices() == []
 
 

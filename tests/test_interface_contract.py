@@ -66,7 +66,7 @@ def notices(caplog):
     return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- arguments
+# -------------------------------------------------------------------------------------------------------------------------------- arguments
 
 
 def test_causality_comes_from_the_call_then_from_the_module(device):
@@ -161,7 +161,7 @@ def test_dropout_reaches_the_kernel(device):
     assert torch.equal(dropped, attention(Layer(), q, k, v, dropout=0.5))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------------- masks
+# ------------------------------------------------------------------------------------------------------------------------------------ masks
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
@@ -293,7 +293,7 @@ def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     assert len(made) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------ patterns and 4-D masks
+# ------------------------------------------------------------------------------------------------------------------- patterns and 4-D masks
 
 
 def everything_visible_before(column: int):

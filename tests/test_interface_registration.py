@@ -1,4 +1,4 @@
-"""Registration: every way in works on the first call of a fresh process, in either import order, and models that cannot be served are refused."""
+"""Registration: every way in works on the first call of a fresh process, in either import order; what cannot be served is refused."""
 
 import json
 import subprocess

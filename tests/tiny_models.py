@@ -16,23 +16,17 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY, BATCH, SEQLEN = 61, 4, 12
 DTYPES = [torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.bfloat16]
 
-_COMMON = {
-    "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON = _TOKENS | {"initializer_range": 0.25, "tie_word_embeddings": False}
 _DECODER = _COMMON | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 128,
 }  # fmt: skip
 _GPT2 = _COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-_BART = {
-    "vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+_BART = _TOKENS | {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "init_std": 0.25, "dropout": 0.0,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "max_position_embeddings": 64, "decoder_start_token_id": 2,
 }  # fmt: skip
 
 # family -> (class of the model, arguments of its config)
@@ -80,7 +74,7 @@ def twins(family: str, device="cpu", dtype=torch.float32, **overrides) -> tuple[
 
 
 def attention_mask(padding: str, device="cpu", seqlen: int = SEQLEN) -> torch.Tensor | None:
-    """int64 [BATCH, seqlen], 1 = real. "holes" has them at both ends and inside, wider than the windows too; "empty" a row without a token."""
+    """int64 [BATCH, seqlen], 1 = real. "holes" lie at both ends and inside, some wider than a window; "empty" has a row without a token."""
     mask = torch.ones(BATCH, seqlen, dtype=torch.int64, device=device)
     match padding:
         case "dense":
