@@ -555,28 +555,31 @@ def attend(
     if sequences is not None and sequences.causal is not None:
         causal = sequences.causal
     reason = _reason_for_sdpa(q, v, dense_mask)
-    if reason is not None:
+    if reason is None:
+        out = _run_kernel(
+            module, q, k, v, sequences, documents, dropout, scaling, causal, sliding_window, bool(kwargs.get("deterministic"))
+        )
+    else:
         _fall_back(module, reason)
         out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window)
-    else:
-        window, deterministic = _window(causal, sliding_window), bool(kwargs.get("deterministic"))
-        if documents is not None:
-            _record(module, "documents")
-            packed = (x.flatten(0, 1) for x in (q, k, v))
-            out = flash_attn_varlen_func(*packed, *documents, dropout, scaling, causal, window, deterministic=deterministic)
-            out = out.unflatten(0, q.shape[:2])
-        elif sequences is not None:
-            _record(module, "padded")
-            padded = sequences.padded(q.shape[1], causal or bool(sliding_window))
-            out = flash_attn_ranges_func(
-                q, k, v, padded.ranges_q, padded.ranges_k, padded.key_mask, dropout, scaling, causal, window, deterministic=deterministic
-            )
-        else:
-            _record(module, "dense")
-            out = flash_attn_func(q, k, v, dropout, scaling, causal, window, deterministic=deterministic)
     if out.dtype != q_dtype and not torch.is_autocast_enabled(out.device.type):
         out = out.to(q_dtype)
     return out
+
+
+def _run_kernel(module, q, k, v, sequences, documents, dropout, scaling, causal, sliding_window, deterministic) -> torch.Tensor:
+    settings = (dropout, scaling, causal, _window(causal, sliding_window))
+    if documents is not None:
+        _record(module, "documents")
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        return flash_attn_varlen_func(*packed, *documents, *settings, deterministic=deterministic).unflatten(0, q.shape[:2])
+    if sequences is not None:
+        _record(module, "padded")
+        padded = sequences.padded(q.shape[1], same_tokens=causal or bool(sliding_window))
+        ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
+        return flash_attn_ranges_func(q, k, v, *ranges, *settings, deterministic=deterministic)
+    _record(module, "dense")
+    return flash_attn_func(q, k, v, *settings, deterministic=deterministic)
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:
@@ -628,25 +631,25 @@ def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.
     return found[0]
 
 
-def _in_one_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v as the kernels take them. Mixed precision brings float32 beside a half type: autocast's dtype wins, then the half type among
     the tensors, then that of a quantised model's config. Genuine float32 stays."""
-    dtypes = {x.dtype for x in tensors}
-    if len(dtypes) == 1 and torch.float32 not in dtypes:
-        return tensors
-    device_type = tensors[0].device.type
-    half = [x.dtype for x in tensors if x.dtype in (torch.float16, torch.bfloat16)]
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    if dtypes[0] == dtypes[1] == dtypes[2] != torch.float32:
+        return q, k, v
+    device_type = q.device.type
+    half = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)]
     if torch.is_autocast_enabled(device_type):
         target = torch.get_autocast_dtype(device_type)
     else:
         target = half[0] if half else _quantised_dtype(module)
-    if target is None or dtypes == {target}:
-        return tensors
+    if target is None or dtypes == (target,) * 3:
+        return q, k, v
     _notice(
-        f"hf_flash2: q, k, v reach attention as {', '.join(str(x.dtype).removeprefix('torch.') for x in tensors)} and are cast to "
+        f"hf_flash2: q, k, v reach attention as {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} and are cast to "
         f"{str(target).removeprefix('torch.')} (layer norms or adapters in float32, or autocast)"
     )
-    return tuple(x.to(target) for x in tensors)
+    return q.to(target), k.to(target), v.to(target)
 
 
 def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:
