@@ -4,6 +4,7 @@ The rule of the field: measured against float64, the largest error of ours is at
 out, and 3 times for dq, dk, dv.
 """
 
+import itertools
 import math
 
 import oracle
@@ -23,8 +24,16 @@ LSE_TOLERANCE = 2e-5  # the same for log-sum-exp, which is float32 whatever the 
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float32, torch.float64, torch.bfloat16)
-# The CPU runs the same table where that is cheap enough.
-TABLE = CASES if ON_GPU else [case for case in CASES if case.scores * case.head_dim < 20e6]
+
+
+def problems() -> list[tuple[Case, torch.dtype]]:
+    """All of the table on a GPU. On a CPU what is cheap in every dtype, and packed sequences and ranges of one head dim in float64."""
+    if ON_GPU:
+        return list(itertools.product(CASES, DTYPES))
+    cheap = [case for case in CASES if case.scores * case.head_dim < 12e6]
+    ragged = [case for case in CASES if case.form != "dense" and case.head_dim == 64 and case.heads == (4, 2) and not case.dropout_p]
+    ragged = [case for case in ragged if case not in cheap and case.window in ((-1, -1), (5, 0), (63, 1))]
+    return [*itertools.product(cheap, DTYPES), *((case, torch.float64) for case in ragged)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -82,8 +91,7 @@ def admitted(family: str, sample: Sample, monkeypatch) -> str:
     return "sm80"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "dtype"), problems(), ids=lambda value: value.id if isinstance(value, Case) else dtype_name(value))
 def test_forward_and_backward(case, dtype, family, device, record_errors, monkeypatch):
     sample = Sample(case, dtype, device)
     family = admitted(family, sample, monkeypatch)
@@ -190,7 +198,7 @@ def test_repeats_are_bit_equal(case, family, device, monkeypatch):
     admitted(family, sample, monkeypatch)
     torch.manual_seed(0)
     first = sample.actual()
-    for _ in range(50 if ON_GPU else 3):
+    for _ in range(50 if ON_GPU else 1):
         torch.manual_seed(0)
         again = sample.actual()
         for name in ("out", "lse", "dk", "dv"):
@@ -209,7 +217,7 @@ def test_deterministic_repeats_are_bit_equal_in_dq(case, asked_by, family, devic
     torch.manual_seed(0)
     first = sample.actual(**options)
     assert all(first[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
-    for _ in range(50 if ON_GPU else 3):
+    for _ in range(50 if ON_GPU else 1):
         torch.manual_seed(0)
         again = sample.actual(**options)
         for name in ("out", "lse", "dq", "dk", "dv"):
