@@ -413,12 +413,13 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
         return _Pattern()
     if not torch.compiler.is_compiling():
         return _read_mask_function(mask_function, kv_offset + kv_length)
-    # Dynamo shows the name of an inner function but not what it closes over; what the other arguments leave open goes to SDPA.
+    # Dynamo does not show what an inner function closes over (before torch 2.13 not even its name); what the other arguments leave open
+    # goes to SDPA.
     if mask_function is _masking.causal_mask_function:
         return _Pattern()
     if mask_function is getattr(_masking, "bidirectional_mask_function", None):  # absent in Transformers 4.57
         return _Pattern(causal=False)
-    if not mask_function.__qualname__.startswith("and_masks.") or kwargs.get("use_vmap"):
+    if kwargs.get("use_vmap"):
         return _Pattern(_CUSTOM_PATTERN)
     if attention_mask is None and q_length == kv_length:
         return _Pattern(_MAYBE_DOCUMENTS)

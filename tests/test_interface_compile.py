@@ -122,5 +122,4 @@ def test_generate_with_a_compiled_static_cache(device):
     mask = tiny.attention_mask("left", device)
     arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     ours.forward = torch.compile(ours.forward, backend="aot_eager")
-    found = ours.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments)
-    assert torch.equal(found, eager.generate(input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True))
+    tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True)

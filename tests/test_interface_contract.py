@@ -302,9 +302,9 @@ def everything_visible_before(column: int):
 
 
 PATTERNS = {
-    "prefix": lambda: masking_utils.or_masks(masking_utils.causal_mask_function, everything_visible_before(4)),
-    "chunks": lambda: masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64)),
-    "overlay on a window": lambda: masking_utils.and_masks(
+    "prefix": lambda device: masking_utils.or_masks(masking_utils.causal_mask_function, everything_visible_before(4)),
+    "chunks": lambda device: masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64, device=device)),
+    "overlay on a window": lambda device: masking_utils.and_masks(
         masking_utils.sliding_window_causal_mask_function(5), lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx != 2
     ),
 }
@@ -313,14 +313,14 @@ PATTERNS = {
 @pytest.mark.parametrize("padding", ["dense", "left"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, device):
-    mask_function = PATTERNS[pattern]()
+    mask_function = PATTERNS[pattern](device)
     given = tiny.attention_mask(padding, device)
     flags = {"use_vmap": True} if VERSION >= (5, 0) else {}
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, allow_is_causal_skip=False, **flags)
     mask = interface.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
-    index = torch.arange(SEQLEN)
+    index = torch.arange(SEQLEN, device=device)
     visible = torch.stack([
-        torch.stack([torch.stack([mask_function(b, 0, row, column) for column in index]) for row in index]) for b in torch.arange(BATCH)
+        torch.stack([torch.stack([mask_function(b, 0, row, column) for column in index]) for row in index]) for b in index[:BATCH]
     ]).unsqueeze(1).to(device)  # fmt: skip
     if given is not None:
         visible = visible & given.bool()[:, None, None, :]

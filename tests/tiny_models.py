@@ -130,3 +130,21 @@ def assert_as_exact_as_eager(ours: torch.Tensor, eager: torch.Tensor, truth: tor
     eager_error = (eager.float() - truth.float()).abs().max().item() / scale
     allowed = 2e-5 if ours.dtype == torch.float32 else factor * eager_error + 1e-3
     assert error <= allowed, f"{name}: error {error:.2e} of the largest value, allowed {allowed:.2e} (eager: {eager_error:.2e})"
+
+
+def assert_same_greedy_tokens(ours: torch.nn.Module, eager: torch.nn.Module, **arguments) -> None:
+    """Both generate the same tokens; in half types a row may part ways, for good, at a step where eager's logits tie within rounding."""
+    results = [model.generate(**arguments, return_dict_in_generate=True, output_logits=True) for model in (ours, eager)]
+    found, expected = (result.sequences for result in results)
+    if results[1].logits[0].dtype == torch.float32:
+        assert torch.equal(found, expected)
+        return
+    prompt = found.shape[1] - len(results[1].logits)
+    for row in range(found.shape[0]):
+        differs = (found[row, prompt:] != expected[row, prompt:]).nonzero().flatten()
+        if differs.numel():
+            step = int(differs[0])
+            logits = results[1].logits[step][row].float()
+            gap = logits[expected[row, prompt + step]] - logits[found[row, prompt + step]]
+            tie = 8 * torch.finfo(results[1].logits[0].dtype).eps * logits.abs().max()
+            assert gap <= tie, f"row {row}, step {step}: another token, {gap:.3f} below eager's; a tie would be within {tie:.3f}"

@@ -22,7 +22,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 // Whether TMA can read a tensor of these sizes: it knows no stride 0 along a dimension with more than one element (expanded tensors).
 inline bool tma_can_read(const HfFlash2Tensor& tensor, int tokens, int heads, int batch) {
   return (tensor.token_stride != 0 || tokens == 1) && (tensor.head_stride != 0 || heads == 1) && (tensor.batch_stride != 0 || batch == 1) &&
-         tokens > 0;
+         tokens > 0 && heads > 0 && batch > 0;
 }
 
 // Map over [batch, heads, tokens, head_dim] whose box is 64 columns of `rows` tokens, with the 128-byte swizzle of panel_descriptor().
