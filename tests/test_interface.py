@@ -284,7 +284,9 @@ def test_generation_of_an_encoder_decoder(device):
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the warm-up on a GPU walks a cache of all its memory in Python: minutes on a large one")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the warm-up on a GPU walks a cache of all its memory in Python: minutes on a large one"
+)
 @pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_continuous_batching(family, device):
