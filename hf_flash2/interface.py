@@ -355,9 +355,6 @@ def hf_flash2_mask(
         device = kwargs.get("device", "cpu")
     if isinstance(q_offset, torch.Tensor):
         q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
-    if attention_mask is not None and kv_offset == 0 and attention_mask.shape[1] == 2 * kv_length:
-        attention_mask = attention_mask[:, :kv_length]  # ours already: `generate` prepares the masks of static caches ahead
-
     pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
     if pattern.reason is not None:
         queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
@@ -394,7 +391,10 @@ def _attach(mask: torch.Tensor, attribute: _Sequences | str) -> torch.Tensor:
 
 
 def _real_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
-    """bool [B, kv_length], a new tensor: the columns that the cache still holds, False where the mask ends before it."""
+    """bool [B, kv_length], a new tensor: the columns that the cache still holds, False where the mask ends before it.
+
+    `generate` prepares the masks of static caches ahead of the model, so this may be a mask of ours, with a second half.
+    """
     if attention_mask.shape[1] != kv_length:
         attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
     return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1])).contiguous()
@@ -424,8 +424,10 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     if attention_mask is None and q_length == kv_length:
         return _Pattern(_MAYBE_DOCUMENTS)
     sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
-    without_overlay = "use_vmap" in kwargs or kwargs.get("allow_is_causal_skip", False)  # Transformers 4.57 has no use_vmap
-    if not (sliding and without_overlay):
+    # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
+    # which no overlay concerns.
+    skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
+    if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
         return _Pattern(_CUSTOM_PATTERN)
     return _Pattern(causal="allow_is_bidirectional_skip" not in kwargs)
 

@@ -152,6 +152,14 @@ def test_harmless_arguments_are_ignored(device):
     assert_close(attention(Layer(), q, k, v, **kwargs), expected(q, k, v, causal_band(device=device)))
 
 
+def test_deterministic_reaches_the_kernel(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr(interface, "flash_attn_func", lambda q, *args, deterministic: seen.append(deterministic) or q)
+    for asked in (True, False, None):
+        attention(Layer(), *qkv(device), deterministic=asked)
+    assert seen == [True, False, False]
+
+
 def test_dropout_reaches_the_kernel(device):
     q, k, v = qkv(device)
     torch.manual_seed(1)
@@ -235,6 +243,16 @@ def test_the_offset_of_a_static_cache_may_change_after_the_mask_is_made(device):
     assert_close(attention(Layer(), q, k, v, mask), expected(q, k, v, visible))
 
 
+def test_a_step_that_says_it_is_not_causal_sees_no_empty_slots(device):
+    """As Moonshine does for single tokens; the mask has been moved, so that only its columns are left."""
+    given = tiny.attention_mask("left", device).bool()
+    arguments = mask_arguments(device, 1, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = WithoutAttribute(interface.hf_flash2_mask(**arguments, attention_mask=given))
+    q, k, v = qkv(device, seqlen_q=1)
+    wanted = expected(q, k[:, :, :8], v[:, :, :8], given[:, None, None, :8])
+    assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted)
+
+
 def test_a_mask_of_ours_may_come_back_to_the_mask_function(device):
     """`generate` makes the mask of a static cache ahead of the model, which makes it again from what it is given, as bool."""
     given = tiny.attention_mask("right", device).bool()
@@ -273,6 +291,17 @@ def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):
     assert torch.equal(given, before) and not hasattr(given, interface._ATTRIBUTE)
     mask.zero_()
     assert torch.equal(given, before)
+
+
+def test_nothing_of_a_compiled_graph_stays_on_a_mask_made_before(device):
+    given = tiny.attention_mask("left", device).bool()
+    arguments = mask_arguments(device, 1, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    q, k, v = qkv(device, seqlen_q=1)
+    layer = Layer()
+    compiled = torch.compile(lambda: attention(layer, q, k, v, mask), backend="eager", fullgraph=True)()
+    assert getattr(mask, interface._ATTRIBUTE)._derived == {}
+    assert_close(compiled, attention(layer, q, k, v, mask))
 
 
 def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
@@ -329,6 +358,27 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
         out = attention(Layer(), q, k, v, mask)
     assert_close(out, expected(q, k, v, visible), tiny.real(given, out))
     assert len(notices()) == 1 and "no plain causal" in notices()[0]
+
+
+OVERLAYS_WHILE_COMPILING = {
+    "sliding window": {},
+    "chunks": {"config": SimpleNamespace(attention_chunk_size=5)},
+    "a user's overlay": {"allow_is_causal_skip": False} | ({"use_vmap": True} if VERSION >= (5, 0) else {}),
+    "blocks of an image": {"allow_is_causal_skip": False},
+}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS_WHILE_COMPILING)
+def test_patterns_while_compiling(overlay, device, monkeypatch):
+    """Dynamo shows nothing of a mask function; whatever might lie over the window goes to SDPA."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    arguments = {"local_size": 5, "config": SimpleNamespace(), "allow_is_causal_skip": True} | (
+        {"use_vmap": False} if VERSION >= (5, 0) else {}
+    )
+    arguments |= mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.sliding_window_causal_mask_function(5))
+    given = tiny.attention_mask("left", device).bool()
+    mask = interface.hf_flash2_mask(attention_mask=given, **arguments | OVERLAYS_WHILE_COMPILING[overlay])
+    assert mask.dim() == (2 if overlay == "sliding window" else 4)
 
 
 def test_one_chunk_is_plainly_causal(device):
@@ -394,6 +444,24 @@ def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, devic
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- documents
+
+
+def test_queries_are_the_last_keys_on_sdpa_too(device):
+    q, k, v = qkv(device, seqlen_q=3, head_dim=264)
+    assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(3, device=device)))
+
+
+def test_positions_are_looked_at_once_for_all_layers(device, monkeypatch):
+    looked = []
+    find = interface.packing.documents_from_position_ids
+    monkeypatch.setattr(interface.packing, "documents_from_position_ids", lambda ids: looked.append(1) or find(ids))
+    q, k, v = qkv(device, batch=1)
+    position_ids = torch.arange(5, device=device).repeat(3)[None, :SEQLEN]
+    number = torch.arange(SEQLEN, device=device) // 5
+    for _ in range(3):
+        found = attention(Layer(), q, k, v, position_ids=position_ids)
+    assert_close(found, expected(q, k, v, causal_band(device=device) & (number == number.unsqueeze(1))))
+    assert len(looked) == 1
 
 
 def test_documents_by_cu_seqlens_of_queries_and_keys(device):
