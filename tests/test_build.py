@@ -284,8 +284,15 @@ class Unit:
 def units(head_dims=HEAD_DIMS):
     source = '#include "kernel.cuh"\\ntemplate __global__ void kernel<{}>(float*);\\n'
     return [Unit(f"forward_sm80_hdim{d}_bf16", f"forward d{d} bf16", "sm80", source.format(d)) for d in head_dims]
+
+def headers():
+    return {"generated.cuh": "constexpr int kGenerated = 1;"}
 """
-KERNEL = "#pragma once\ntemplate <int N> __global__ void kernel(float* p) { p[threadIdx.x] += N; }\n"
+KERNEL = """
+#pragma once
+#include "generated.cuh"
+template <int N> __global__ void kernel(float* p) { p[threadIdx.x] += N * kGenerated; }
+"""
 API = """
 #include <cuda_runtime.h>
 extern "C" __attribute__((visibility("default"))) const char* info() {
