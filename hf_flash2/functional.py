@@ -193,7 +193,7 @@ def _attention(
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    out, softmax_lse = ops.forward(
+    out, softmax_lse = ops.attention(
         q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
         max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
     )  # fmt: skip

@@ -145,7 +145,33 @@ def _backward_fake(dout, dlse, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _below_autograd(op, args):
+def attention(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` by the shortest way: straight to the backend for plain tensors in eager mode, through the dispatcher for everything else
+    (torch.compile, fake tensors, dispatch modes, vmap, tensor subclasses).
+
+    PERF: on the host of an H200 a call with autograd costs 62 us through the dispatcher: two passes through Python for two keys.
+    """
+    if torch.compiler.is_compiling() or not _plain(args[0], args[1], args[2]):
+        return forward(*args)
+    return _Attention.apply(True, *args) if torch.is_grad_enabled() else _run(True, 0, forward, args)
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing but autograd wants to see operations on these tensors."""
+    return (
+        all(type(x) is torch.Tensor for x in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+_BACKENDS = {"cuda": (_forward_cuda, _backward_cuda), "cpu": (_forward_cpu, _backward_cpu)}
+
+
+def _run(direct: bool, direction: int, op, args):
+    """The backend of args[0]'s device, directly or through the dispatcher's keys below autograd."""
+    if direct:
+        return _BACKENDS[args[0].device.type][direction](*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -157,10 +183,10 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
-        out, softmax_lse = _below_autograd(forward, (q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers))
+    def forward(ctx, direct, q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
+        out, softmax_lse = _run(direct, 0, forward, (q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers))
         ctx.save_for_backward(q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state)
-        ctx.numbers = numbers
+        ctx.direct, ctx.numbers = direct, numbers
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -170,13 +196,12 @@ class _Attention(torch.autograd.Function):
         none = (None,) * (len(sequences) + len(ctx.numbers))
         if dout is None:
             if dlse is None:
-                return (None, None, None, *none)
+                return (None, None, None, None, *none)
             dout = torch.zeros_like(out)
-        return (*backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *ctx.numbers), *none)
-
-
-def _forward_autograd(*args):
-    return _Attention.apply(*args) if torch.is_grad_enabled() else _below_autograd(forward, args)
+        args = (dout, dlse, q, k, v, out, softmax_lse, *sequences, *ctx.numbers)
+        if torch.is_grad_enabled():  # a second derivative is wanted: _AttentionGradient refuses it, if it comes to that
+            return (None, *backward(*args), *none)
+        return (None, *_run(ctx.direct and _plain(dout, q, k, v), 1, backward, args), *none)
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -184,7 +209,7 @@ class _AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        return _below_autograd(backward, args)
+        return _run(False, 1, backward, args)
 
     @staticmethod
     def backward(ctx, *_):
@@ -193,8 +218,12 @@ class _AttentionGradient(torch.autograd.Function):
         )
 
 
+def _forward_autograd(*args):
+    return _Attention.apply(False, *args) if torch.is_grad_enabled() else _run(False, 0, forward, args)
+
+
 def _backward_autograd(*args):
-    return _AttentionGradient.apply(*args) if torch.is_grad_enabled() else _below_autograd(backward, args)
+    return _AttentionGradient.apply(*args) if torch.is_grad_enabled() else _run(False, 1, backward, args)
 
 
 _library.impl("forward", _forward_autograd, "Autograd")

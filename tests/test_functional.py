@@ -106,13 +106,13 @@ def test_an_empty_batch_is_no_error(device):
 @pytest.mark.parametrize("asked_by", ("argument", "torch", "nobody"))
 def test_deterministic_reaches_the_op(asked_by, device, monkeypatch, request):
     seen = []
-    forward = ops.forward
+    attention = ops.attention
 
     def spy(*args):
         seen.append(args[-1])
-        return forward(*args)
+        return attention(*args)
 
-    monkeypatch.setattr(ops, "forward", spy)
+    monkeypatch.setattr(ops, "attention", spy)
     if asked_by == "torch":
         request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
         torch.use_deterministic_algorithms(True)

@@ -5,6 +5,8 @@ import time
 import pytest
 import torch
 from cases import Case, Sample
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, ops, packing, reference
@@ -26,8 +28,8 @@ forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
 def op_calls(monkeypatch):
     """The arguments of each op call, as functional.py makes them."""
     calls = []
-    forward = ops.forward
-    monkeypatch.setattr(ops, "forward", lambda *args: calls.append(args) or forward(*args))
+    attention = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *args: calls.append(args) or attention(*args))
     return calls
 
 
@@ -155,11 +157,34 @@ def test_only_the_lse_may_be_used(device):
 def test_an_unused_lse_costs_no_gradient(device, monkeypatch):
     """The backward is told that there is none, in place of a tensor of zeros to read."""
     given = []
-    backward = ops.backward
-    monkeypatch.setattr(ops, "backward", lambda dout, dlse, *args: given.append(dlse) or backward(dout, dlse, *args))
+    forward, backward = ops._BACKENDS[device.type]
+    spy = (forward, lambda dout, dlse, *args: given.append(dlse) or backward(dout, dlse, *args))
+    monkeypatch.setitem(ops._BACKENDS, device.type, spy)
     q, k, v, _ = problem(device)
     flash_attn_func(q, k, v).sum().backward()
     assert given and all(dlse is None for dlse in given)
+
+
+def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):
+    """What watches operators (FLOP counters, selective checkpointing, fake tensors) must not be passed by."""
+    q, k, v, _ = problem(device)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    expected = flash_attn_func(q, k, v)
+    with Watch():
+        out = flash_attn_func(q, k, v)
+        out.sum().backward()
+    assert torch.equal(out, expected)
+    assert {torch.ops.hf_flash2.forward.default, torch.ops.hf_flash2.backward.default} <= set(seen)
+    real = [x.detach() for x in (q, k, v)]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in real]
+        assert flash_attn_func(*fakes).shape == q.shape
 
 
 def test_tensors_that_need_no_gradient_get_none(device):
