@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'mode':8}{'d':>4} {'mask':7}{'S':>6}  " + "".join(f"{name:>24}" for name in names) + f"{'ours / best rival':>20}")
     rows: list[Row] = []
     for point in points:
-        measured = rows_of(point, measure(point, providers))
+        measured = rows_of(point, measure(point, [provider for provider in providers if provider.runs(point.mode)]))
         rows += measured
         print(format_line(point, measured, names), flush=True)
     if args.csv:
@@ -135,6 +135,10 @@ class Provider:
     name: str
     attend: Attention
     family: str | None = None  # the kernel family that HF_FLASH2_FAMILY has to name while it runs
+
+    def runs(self, mode: str) -> bool:
+        """A family without a backward of its own would show another one's under its name."""
+        return self.family is None or mode != "bwd" or self.family in native.build_info()["backward_families"]
 
 
 def all_providers(with_eager: bool) -> list[Provider]:
@@ -325,9 +329,9 @@ def plot(path: Path, rows: list[Row], environment: dict[str, str]) -> None:
             panel.set_xscale("log", base=2)
             panel.set_xticks(lengths, [f"{s // 1024}k" if s >= 1024 else str(s) for s in lengths])
             panel.minorticks_off()
-            panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
         panels[0].set_ylabel("TFLOP/s")
+        panels[0].set_ylim(0, 1.05 * max(row.tflops for row in rows if (row.mode, row.causal) == (mode, causal)))  # shared by the line
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
     handles, labels = axes[0][0].get_legend_handles_labels()

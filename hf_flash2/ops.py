@@ -103,8 +103,11 @@ def _kernel_view(x: torch.Tensor) -> torch.Tensor:
 
     True of every projection, cache and split of one with a head dim that is a multiple of 8; anything else is copied.
     """
-    strides = x.stride()
-    if strides[-1] == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1]):
+    *strides, last_stride = x.stride()
+    misaligned = x.data_ptr() % 16
+    for stride in strides:
+        misaligned |= stride % 8
+    if last_stride == 1 and not misaligned:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -149,20 +152,22 @@ def attention(*args) -> tuple[torch.Tensor, torch.Tensor]:
     """`forward` by the shortest way: straight to the backend for plain tensors in eager mode, through the dispatcher for everything else
     (torch.compile, fake tensors, dispatch modes, vmap, tensor subclasses).
 
-    PERF: on the host of an H200 a call with autograd costs 62 us through the dispatcher: two passes through Python for two keys.
+    PERF: the dispatcher's two keys mean two more passes through Python; on the host of an H200 a call with autograd took 62 us that way.
     """
     if torch.compiler.is_compiling() or not _plain(args[0], args[1], args[2]):
         return forward(*args)
-    return _Attention.apply(True, *args) if torch.is_grad_enabled() else _run(True, 0, forward, args)
+    if torch.is_grad_enabled():
+        # What Function.apply calls in the end; its own checks, 3 us, are about functorch, which _plain has excluded.
+        return super(torch.autograd.Function, _Attention).apply(True, *args[:7], args[7:])
+    return _run(True, 0, forward, args)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
     """Whether nothing but autograd wants to see operations on these tensors."""
-    return (
-        all(type(x) is torch.Tensor for x in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    for x in tensors:
+        if type(x) is not torch.Tensor:
+            return False
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 _BACKENDS = {"cuda": (_forward_cuda, _backward_cuda), "cpu": (_forward_cpu, _backward_cpu)}
@@ -183,7 +188,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, direct, q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
+    def forward(ctx, direct, q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, numbers):  # few arguments: each costs time
         out, softmax_lse = _run(direct, 0, forward, (q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers))
         ctx.save_for_backward(q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state)
         ctx.direct, ctx.numbers = direct, numbers
@@ -193,7 +198,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *sequences = ctx.saved_tensors
-        none = (None,) * (len(sequences) + len(ctx.numbers))
+        none = (None,) * (len(sequences) + 1)
         if dout is None:
             if dlse is None:
                 return (None, None, None, None, *none)
@@ -219,7 +224,7 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*args):
-    return _Attention.apply(False, *args) if torch.is_grad_enabled() else _run(False, 0, forward, args)
+    return _Attention.apply(False, *args[:7], args[7:]) if torch.is_grad_enabled() else _run(False, 0, forward, args)
 
 
 def _backward_autograd(*args):
