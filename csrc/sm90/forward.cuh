@@ -27,9 +27,10 @@ struct ForwardArguments {
 
 enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
 
-template <int kHeadDim>
-struct ForwardShape : ForwardTile<kHeadDim> {
-  using Tile = ForwardTile<kHeadDim>;
+template <int kHeadDimension, TileLength kLength>
+struct ForwardShape : ForwardTile<kHeadDimension, kLength> {
+  using Tile = ForwardTile<kHeadDimension, kLength>;
+  static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kBlockM = Tile::kConsumers * 64;
   static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64;
@@ -41,9 +42,8 @@ struct ForwardShape : ForwardTile<kHeadDim> {
 };
 
 // Shared-memory addresses: tiles, then barriers. "full": the copy has landed; "empty": every consumer is done with it.
-template <int kHeadDim>
+template <typename Shape>
 struct ForwardShared {
-  using Shape = ForwardShape<kHeadDim>;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t q() const { return base; }
@@ -95,9 +95,8 @@ __device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, co
   }
 }
 
-template <int kHeadDim>
-__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<kHeadDim>& shared) {
-  using Shape = ForwardShape<kHeadDim>;
+template <typename Shape>
+__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
@@ -130,9 +129,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 }
 
 // Zeros the rows of a V stage from row_end on: behind a sequence lies another one or padding, and 0 * NaN would be NaN.
-template <int kHeadDim>
+template <typename Shape>
 __device__ __forceinline__ void clear_value_rows(uint32_t v, int row_end) {
-  using Shape = ForwardShape<kHeadDim>;
   constexpr int kChunks = Shape::kBlockN * 8 * Shape::kPanels;  // of 16 bytes
   for (int i = threadIdx.x; i < kChunks; i += Shape::kConsumers * 128) {
     if (i / 8 % Shape::kBlockN >= row_end) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + i * 16), "r"(0) : "memory");
@@ -141,10 +139,9 @@ __device__ __forceinline__ void clear_value_rows(uint32_t v, int row_end) {
   named_barrier_sync(1, Shape::kConsumers * 128);
 }
 
-template <int kHeadDim, typename T>
-__device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<kHeadDim>& shared) {
-  using Shape = ForwardShape<kHeadDim>;
-  constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
+template <typename Shape, typename T>
+__device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
+  constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
@@ -194,7 +191,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       int block = task.key_block_end - 1;
       if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_value_rows<kHeadDim>(shared.v(use % kStages), task.k.length - block * kBlockN);
+        clear_value_rows<Shape>(shared.v(use % kStages), task.k.length - block * kBlockN);
       }
       mbarrier_wait(shared.q_full(), query_use & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
@@ -276,11 +273,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match
 }
 
-template <int kHeadDim, typename T>
-__global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
-  using Shape = ForwardShape<kHeadDim>;
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(Shape::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
-  const ForwardShared<kHeadDim> shared{shared_address(memory)};
+  const ForwardShared<Shape> shared{shared_address(memory)};
   if (threadIdx.x == 0) {
     mbarrier_init(shared.q_full(), 1);
     mbarrier_init(shared.q_empty(), Shape::kConsumers);
@@ -295,10 +291,10 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1) forward_k
   __syncthreads();
   if (threadIdx.x >= Shape::kConsumers * 128) {
     give_registers<Shape::kLoaderRegisters>();
-    if (threadIdx.x == Shape::kConsumers * 128) load_tiles<kHeadDim>(arguments, shared);
+    if (threadIdx.x == Shape::kConsumers * 128) load_tiles<Shape>(arguments, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    compute_tiles<kHeadDim, T>(arguments, shared);
+    compute_tiles<Shape, T>(arguments, shared);
   }
 }
 

@@ -7,9 +7,11 @@
 
 namespace hf_flash2::sm90 {
 
-template <int kHeadDim, typename T>
-void run_forward(const HfFlash2ForwardParams& params) {
-  using Shape = ForwardShape<kHeadDim>;
+// Causal without a window: the work of a query block grows with its row.
+inline bool is_triangular(const HfFlash2ForwardParams& params) { return params.window_right >= 0 && params.window_left < 0; }
+
+template <typename Shape, typename T>
+void launch_forward(const HfFlash2ForwardParams& params) {
   const bool packed = params.sequences_q.cu_seqlens != nullptr, ragged = packed || params.sequences_q.ranges || params.sequences_k.ranges;
   const int tokens_q = packed ? params.total_q : params.max_seqlen_q, tokens_k = packed ? params.total_k : params.max_seqlen_k;
   const int batch = packed ? 1 : params.batch;
@@ -22,7 +24,7 @@ void run_forward(const HfFlash2ForwardParams& params) {
 
   // Dense: one thread block per multiprocessor walks equal shares. Ragged: lengths are known on the device only, so every query block gets a
   // thread block and the hardware balances. Causal work grows with the row: pairs make it equal, longest first lets the short fill up.
-  const bool triangular = params.window_right >= 0 && params.window_left < 0;
+  const bool triangular = is_triangular(params);
   TileScheduler& scheduler = arguments.scheduler;
   scheduler.order = !triangular ? TileOrder::kByHead : ragged ? TileOrder::kLongestFirst : TileOrder::kPairs;
   scheduler.query_blocks = static_cast<int>(ceil_div(params.max_seqlen_q, Shape::kBlockM));
@@ -30,8 +32,17 @@ void run_forward(const HfFlash2ForwardParams& params) {
   scheduler.group = 16;
   const int64_t units = scheduler.units();
   const int64_t blocks = ragged ? units : std::min<int64_t>(units, multiprocessors(params.device));
-  launch<forward_kernel<kHeadDim, T>>(arguments, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
-                                      "attention forward, sm90");
+  launch<forward_kernel<Shape, T>>(arguments, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
+                                   "attention forward, sm90");
+}
+
+template <int kHeadDim, typename T>
+void run_forward(const HfFlash2ForwardParams& params) {
+  if constexpr (kHeadDim == 64) {
+    if (params.max_seqlen_q <= (is_triangular(params) ? 2048 : 512))
+      return launch_forward<ForwardShape<kHeadDim, TileLength::kShort>, T>(params);
+  }
+  launch_forward<ForwardShape<kHeadDim, TileLength::kLong>, T>(params);
 }
 
 }  // namespace hf_flash2::sm90
