@@ -103,8 +103,8 @@ namespace hf_flash2::sm90 {
 // bytes of 227 KB, D' = D rounded up to 64. Accumulator registers of a consumer thread: S = N / 2, P = N / 4, O = D / 2, of 240 with two
 // consumers, of 160 with three.
 // kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
-// TileLength::kShort exists for d 64: PERF: 128 rows a block in place of 192 fit short triangles better. One H200, d 64 causal at 512 / 1k / 2k /
-// 4k, TFLOP/s: 148 261 347 452 with 192 rows, 211 290 356 406 with 128; full at 512: 328 against 348.
+// TileLength::kShort exists for d 64: 128 rows a block in place of 192 fit short triangles better. PERF: one H200, d 64 causal at 512 / 1k /
+// 2k, TFLOP/s: 148 261 347 with 192 rows, 215 296 367 with 128; at 4k 452 against 406, full at 512 359 against 342.
 enum class TileLength { kShort, kLong };
 
 template <int kHeadDim, TileLength kLength = TileLength::kLong>

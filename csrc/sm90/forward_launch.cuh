@@ -39,8 +39,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
   if constexpr (kHeadDim == 64) {
-    if (params.max_seqlen_q <= (is_triangular(params) ? 2048 : 512))
-      return launch_forward<ForwardShape<kHeadDim, TileLength::kShort>, T>(params);
+    if (is_triangular(params) && params.max_seqlen_q <= 2048) return launch_forward<ForwardShape<kHeadDim, TileLength::kShort>, T>(params);
   }
   launch_forward<ForwardShape<kHeadDim, TileLength::kLong>, T>(params);
 }
