@@ -1,5 +1,6 @@
 """ops.py: the torch.library contract, torch.compile, checkpointing, refusals of autograd, and what a call costs the host."""
 
+import os
 import time
 
 import pytest
@@ -226,6 +227,7 @@ def host_microseconds(call, calls=200, rounds=20) -> float:
     return best * 1e6
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers share the host: a time means something only alone")
 def test_host_cost_of_a_call(device, monkeypatch, capsys):
     """Checks, dispatch and autograd of one call, the kernel itself apart: 18 us on a 2-core EPYC; the bound is for slow machines."""
     q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=DTYPE, requires_grad=True) for _ in range(3))
