@@ -70,7 +70,7 @@ except build.BuildError as error:
 source_packages = ["hf_flash2.csrc", *(f"hf_flash2.csrc.{folder.name}" for folder in (ROOT / "csrc").iterdir() if any(folder.glob("*.*h")))]
 
 setup(
-    packages=["hf_flash2", *source_packages, *(["hf_flash2.patches"] if (ROOT / "patches" / "__init__.py").is_file() else [])],
+    packages=["hf_flash2", "hf_flash2.patches", *source_packages],
     package_dir={"hf_flash2.csrc": "csrc", "hf_flash2.patches": "patches"},
     package_data={package: ["*.h", "*.cuh", "*.cu", "*.cpp", "*.json"] for package in source_packages},
     ext_modules=[] if pure_python_reason else [Extension("hf_flash2.libhf_flash2", sources=[])],

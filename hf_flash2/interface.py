@@ -510,7 +510,7 @@ def hf_flash2_attention(
         attention_mask = None  # made from the queries' position_ids alone; the lengths that come with the cache say all
     if scaling is None and hasattr(module, "scale_attn_weights"):
         # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
-        is_causal, scaling = not module.is_cross_attention, _gpt2_scaling(module, value.shape[-1])
+        is_causal, scaling = not module.is_cross_attention, gpt2_scaling(module)
     out = attend(
         module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
         causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -519,8 +519,9 @@ def hf_flash2_attention(
     return out, None
 
 
-def _gpt2_scaling(module: torch.nn.Module, head_dim: int) -> float:
-    scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
+def gpt2_scaling(module: torch.nn.Module) -> float:
+    """The factor on the scores of a GPT2Attention, from its flags (Transformers 5 has it as `module.scaling`)."""
+    scaling = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
     return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
 
 

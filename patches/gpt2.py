@@ -5,7 +5,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache
 from transformers.models.gpt2 import modeling_gpt2
 
-from ..interface import attend
+from ..interface import attend, gpt2_scaling
 from .family import Family
 from .rotary import update_cache
 
@@ -37,7 +37,7 @@ def attention(
             k, v = update_cache(cache, k, v, module.layer_idx, cache_position)
     out = attend(
         module, q, k, v, attention_mask,
-        causal=encoder_hidden_states is None if is_causal is None else is_causal, scaling=_softmax_scale(module),
+        causal=encoder_hidden_states is None if is_causal is None else is_causal, scaling=gpt2_scaling(module),
         dropout=module.attn_dropout.p if module.training else 0.0, **kwargs,
     )  # fmt: skip
     return module.resid_dropout(module.c_proj(out.flatten(-2))), None
@@ -58,11 +58,6 @@ def _encoder_keys_values(module: nn.Module, encoder_hidden_states: torch.Tensor,
         k, v = update_cache(cache.cross_attention_cache, k, v, module.layer_idx, cache_position=None)
         cache.is_updated[module.layer_idx] = True
     return k, v
-
-
-def _softmax_scale(module: nn.Module) -> float:
-    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
-    return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
 
 
 FAMILY = Family("gpt2", modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2PreTrainedModel, attention)
