@@ -82,12 +82,11 @@ def test_gpt2_of_transformers_4_is_causal_and_scaled(device):
     """It says is_causal=False beside a padding mask, and nothing about its scale."""
     q, k, v = qkv(device, heads_k=4)
     flags = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": True}
-    layer = Layer(is_cross_attention=False, **flags)
-    layer.layer_idx = 3
+    layer = Layer(is_cross_attention=False, head_dim=16, layer_idx=3, **flags)
     mask = tiny.attention_mask("right", device).bool()
     wanted = expected(q, k, v, causal_band(device=device) & mask[:, None, None, :], 16**-0.5 / 4)
     assert_close(attention(layer, q, k, v, mask, is_causal=False), wanted, mask)
-    cross = Layer(is_cross_attention=True, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=False)
+    cross = Layer(is_cross_attention=True, head_dim=16, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=False)
     assert_close(attention(cross, q, k, v, None, is_causal=True), expected(q, k, v, torch.tensor(True, device=device), 1.0))
 
 
