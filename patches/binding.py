@@ -5,6 +5,7 @@ own record, refers to nothing of the original, and can be unpatched by itself.
 """
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,28 @@ def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
     setattr(module, LAYER, layer)
     setattr(module, CALLS, Counter())
     return vars(module)[CALLS]
+
+
+def upstream(module: nn.Module) -> Callable:
+    """The forward that a bound module would have without us. Also after `unbind`, for what still refers to ours."""
+    layer: BoundLayer | None = vars(module).get(LAYER)
+    if layer is not None and layer.previous is not None:
+        return layer.previous
+    return MethodType(type(module).forward, module)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether what `bind` replaced was not the class's own forward: accelerate's autocast, say, which then runs inside ours."""
+    previous = vars(module)[LAYER].previous
+    return previous is not None and getattr(previous, "__func__", None) is not type(module).forward
+
+
+def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """The arguments of a call of the module's forward, by their names in its class's forward."""
+    if not args:
+        return dict(kwargs)
+    _, *names = inspect.signature(type(module).forward).parameters
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def unbind(module: nn.Module) -> None:

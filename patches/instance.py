@@ -11,8 +11,11 @@ from transformers import PreTrainedModel
 from .. import ops
 from ..interface import NAME, reason_model_unsupported
 from . import gpt2, llama, mistral
-from .binding import LAYER, OwnConfig, bind, own_configs, restore_configs, unbind
+from .binding import LAYER, OwnConfig, bind, is_wrapped, own_configs, restore_configs, unbind
+from .contract import reason_loss_is_upstream, reason_not_packable
 from .family import Family
+from .loss import causal_lm_forward
+from .packed import base_forward
 from .report import PatchReport
 
 PATCHES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt2.FAMILY)}
@@ -23,22 +26,34 @@ _PATCH = "_hf_flash2_patch"  # attribute of a patched PreTrainedModel: its _Patc
 @dataclass
 class _Patch:
     configs: list[OwnConfig]
+    options: dict[str, bool]  # of `patch`
     report: PatchReport
 
 
-def patch(model: nn.Module) -> PatchReport:
-    """Let this model's attention run on hf_flash2. Patching it again changes nothing and returns the same report.
+def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) -> PatchReport:
+    """Let this model's attention run on hf_flash2. Patching it again with the same options changes nothing and returns the same report.
 
     Works before and after PEFT, accelerate and torch.compile have wrapped the model, and with gradient checkpointing. While it is patched,
     `model.config` is a copy of its own: what you change there is kept by `unpatch`.
 
+    Args:
+        packed: run the whole decoder, not attention alone, on the real tokens of padded batches: [B, S] inputs with their attention_mask
+            come in, are packed once into [1, T], and hidden states and logits come out [B, S] again, zero in the padding. For training, and
+            for evaluation with use_cache=False; calls with a cache run padded. Positions are those of the padded batch. In training with
+            labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label.
+            Equal to the padded run with two exceptions, both about labels at padding: a token is not predicted from padding before it (the
+            first label of a left-padded row, unless it is -100), and labels that padding itself would have to predict do not count.
+        keep_logits: with packed, compute logits in training too, and the loss from them, as Transformers does.
     Raises:
-        ValueError: the model's attention cannot run on hf_flash2, with the reason; the model is then as it was.
+        ValueError: the model's attention cannot run on hf_flash2, or its decoder not packed, with the reason; it is then as it was.
         hf_flash2.native.NotAvailableError: the model is on a GPU and the CUDA kernels cannot run there, with the reason.
     """
+    if keep_logits and not packed:
+        raise ValueError("keep_logits=True is about patch(model, packed=True); without packed the logits are always there")
+    options = {"packed": packed, "keep_logits": keep_logits}
     target = pretrained_model(model)
     existing = vars(target).get(_PATCH)
-    if existing is not None and target.config._attn_implementation == NAME:
+    if existing is not None and target.config._attn_implementation == NAME and existing.options == options:
         return existing.report
     unpatch(model)
     backend = _backend(target)
@@ -48,11 +63,13 @@ def patch(model: nn.Module) -> PatchReport:
         target.set_attn_implementation(_requested_implementation(target))
         report = PatchReport(type(target).__name__, "", backend, previous)
         _bind_layers(target, report)
+        if packed:
+            _bind_decoder(target, keep_logits, report)
     except BaseException:
         _unbind_layers(target)
         restore_configs(model, configs)
         raise
-    setattr(target, _PATCH, _Patch(configs, report))
+    setattr(target, _PATCH, _Patch(configs, options, report))
     return report
 
 
@@ -71,15 +88,17 @@ def unpatch(model: nn.Module) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module) -> Iterator[PatchReport]:
+def patched(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) -> Iterator[PatchReport]:
     """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before."""
-    was_patched = _PATCH in vars(pretrained_model(model))
-    report = patch(model)
+    before = vars(pretrained_model(model)).get(_PATCH)
+    report = patch(model, packed=packed, keep_logits=keep_logits)
     try:
         yield report
     finally:
-        if not was_patched:
+        if before is None:
             unpatch(model)
+        else:
+            patch(model, **before.options)
 
 
 def pretrained_model(model: nn.Module) -> PreTrainedModel:
@@ -146,6 +165,25 @@ def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
             f"no attention layer of {report.model} can run on hf_flash2: {reason}; keep its attn_implementation={report.previous!r}"
         )
     report.family = " + ".join(dict.fromkeys(kinds))
+
+
+def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport) -> None:
+    """Attach to the base model, and to the causal language model above it where its loss can do without logits."""
+    base = model.base_model
+    reason = reason_not_packable(model, [module for module in base.modules() if LAYER in vars(module)])
+    if reason is not None:
+        raise ValueError(f"{report.model} cannot run packed: {reason}; use patch(model), whose kernels skip the padding in attention")
+    report.forwards = bind(base, base_forward)
+    if keep_logits:
+        report.loss = "from logits, by Transformers (keep_logits=True)"
+    elif (reason := reason_loss_is_upstream(model)) is not None:
+        report.loss = f"from logits, by Transformers: {reason}"
+    else:
+        bind(model, causal_lm_forward)
+        report.loss = "in chunks, without logits, in training with labels"
+        if is_wrapped(model):
+            unbind(model)
+            report.loss = "from logits, by Transformers: the model's forward is wrapped already (patch before accelerator.prepare)"
 
 
 def _unbind_layers(model: nn.Module) -> None:

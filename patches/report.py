@@ -17,6 +17,8 @@ class PatchReport:
         layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents", "paged"
             are our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
         skipped: the reason for each part that was left as it was, by its name in the model.
+        forwards: with packed=True, how often the decoder ran "packed", and by reason how often padded.
+        loss: with packed=True, where the loss is computed.
     """
 
     model: str
@@ -25,6 +27,8 @@ class PatchReport:
     previous: str
     layers: dict[str, Counter[str]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    forwards: Counter[str] | None = None
+    loss: str | None = None
 
     @property
     def patched(self) -> int:
@@ -50,4 +54,8 @@ class PatchReport:
         lines += [f"  skipped   {name}: {reason}" for name, reason in self.skipped.items()]
         routes = sum(self.layers.values(), Counter())
         lines.append(f"  calls     {', '.join(f'{count} {route}' for route, count in routes.items()) or 'none yet'}")
+        if self.forwards is not None:
+            counts = (f"{count} {route}" for route, count in self.forwards.most_common())
+            lines.append(f"  decoder   packed: {', '.join(counts) or 'no padded batch yet'}")
+            lines.append(f"  loss      {self.loss}")
         return "\n".join(lines)

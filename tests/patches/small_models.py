@@ -74,6 +74,7 @@ def real_tokens(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def labels(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Real tokens but the first of each row: what a left-padded row's last padding predicts is the implementation's own affair."""
-    real = real_tokens(inputs)
-    return inputs["input_ids"].masked_fill(~real | (real.cumsum(1) == 1), -100)
+    """Real tokens behind a real token: what padding predicts is the implementation's own affair."""
+    kept = real_tokens(inputs)
+    kept[:, 1:] &= kept[:, :-1].clone()
+    return inputs["input_ids"].masked_fill(~kept, -100)

@@ -1,0 +1,119 @@
+"""Which models can run packed, and which can do without logits: what `patch(model, packed=True)` has to know, read from the model's code.
+
+A model is taken when the forwards of its classes show that packing changes nothing, and refused with the reason when they do not: a list
+of names would miss the new ones, and trust the changed ones.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from .binding import LAYER
+
+
+def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.Module]) -> str | None:
+    """Why a model cannot run packed, as a sentence; None when it can. Read from the modules and from the sources of their classes.
+
+    Args:
+        attention_layers: the modules whose attention runs on hf_flash2. Rows packed into one are safe only where nothing else mixes
+            tokens, where the sequences reach every attention, and where the mask is used for nothing but attention.
+    """
+    base = model.base_model
+    name = type(base).__name__
+    takes = inspect.signature(type(base).forward).parameters
+    missing = [argument for argument in ("attention_mask", "position_ids", "inputs_embeds", "past_key_values") if argument not in takes]
+    if missing:
+        return f"the forward of its {name} has no {', '.join(missing)}"
+    layers = getattr(base.config, "num_hidden_layers", 0)
+    if len(attention_layers) != layers:
+        return f"it has {layers} layers, and the attention of {len(attention_layers)} runs on hf_flash2"
+    for path, module in base.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.BatchNorm1d)):
+            return f"its {path} mixes neighbouring tokens, which may be of different rows"
+        if _is_above(module, attention_layers) and not _hands_on_keyword_arguments(type(module)):
+            return f"its {type(module).__name__} does not hand on the keyword arguments that tell the attention where rows begin"
+    makers = {node.id for node in ast.walk(_forward_tree(type(base))) if isinstance(node, ast.Name) and node.id.startswith("create_")}
+    if "create_causal_mask" not in makers or makers - _MASKS - {"create_bidirectional_mask"}:  # that one: GPT-2's, of the encoder's tokens
+        return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers)) or 'none'})"
+    other_use = _other_use_of_the_mask(type(base))
+    if other_use is not None:
+        return f"its {name} uses the attention mask for more than attention ({other_use})"
+    rope = getattr(base.config, "rope_parameters", None) or getattr(base.config, "rope_scaling", None) or {}
+    if "mrope_section" in rope:
+        return "its positions have several axes"
+    return None
+
+
+def _is_above(module: nn.Module, attention_layers: Collection[nn.Module]) -> bool:
+    """Whether the sequences pass through the module's own forward on their way to our attention."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return any(layer in attention_layers and not (layer is module and vars(layer)[LAYER].forward) for layer in module.modules())
+
+
+def _forward_tree(module_class: type) -> ast.AST:
+    """The syntax tree of the forward of a module's class (of the class it is inherited from: FSDP puts one of its own first)."""
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(module_class.forward))))
+
+
+def _hands_on_keyword_arguments(module_class: type) -> bool:
+    calls = (node for node in ast.walk(_forward_tree(module_class)) if isinstance(node, ast.Call))
+    return any(keyword.arg is None and ast.unparse(keyword.value) == "kwargs" for call in calls for keyword in call.keywords)
+
+
+_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
+_USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding_and_no_attention_mask"}
+
+
+def _other_use_of_the_mask(base_class: type) -> str | None:
+    """A call in the forward of a base model that takes its attention_mask and does not make the mask of the attention from it."""
+    for node in ast.walk(_forward_tree(base_class)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) in _USES_OF_A_MASK:
+            continue
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if any(isinstance(argument, ast.Name) and argument.id == "attention_mask" for argument in arguments):
+            return ast.unparse(node)
+    return None
+
+
+# What a causal language model may do between its base model and its loss, for the loss to be that of head(last_hidden_state).
+_PLAIN = {
+    "logits": {"self.lm_head(hidden_states)", "self.lm_head(hidden_states[:, slice_indices, :])"},
+    "hidden_states": {
+        "outputs[0]", "outputs.last_hidden_state", "transformer_outputs[0]", "transformer_outputs.last_hidden_state",
+        "slice_logits_to_keep(hidden_states, logits_to_keep)",
+        "hidden_states.to(self.lm_head.weight.device)",
+    },
+    "loss": {"None"},
+}  # fmt: skip
+
+
+def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
+    """Why the loss of a model cannot be computed from its last hidden states by its head alone; None when it can.
+
+    Scaled or capped logits, auxiliary losses and heads of another kind show in the source of the forward.
+    """
+    if model.base_model is model or model.get_output_embeddings() is None:
+        return "it has no language model head"
+    if model.loss_function is not ForCausalLMLoss:
+        return "its loss function is its own"
+    assigned: dict[str, list[str]] = {name: [] for name in _PLAIN}
+    for node in ast.walk(_forward_tree(type(model))):
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) or node.value is None:
+            continue
+        value = ast.unparse(node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and target.id in assigned:
+                assigned[target.id].append(value if isinstance(node, ast.Assign) else f"... {value}")
+    for name, values in assigned.items():
+        unknown = [
+            value for value in values if value not in _PLAIN[name] and not (name == "loss" and value.startswith("self.loss_function("))
+        ]
+        if unknown:
+            return f"its forward has {name} = {unknown[0]}"
+    return None if assigned["logits"] else "its forward does not make logits with lm_head"

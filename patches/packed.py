@@ -1,0 +1,142 @@
+"""`patch(model, packed=True)`: a padded batch comes in, the whole decoder runs on its real tokens, a padded batch goes out.
+
+The forward of the base model (LlamaModel, GPT2Model, ...) gathers the real tokens of [B, S] into one row [1, T] and scatters the hidden
+states back, so that everything above it sees a padded run. In training with labels the loss then comes without logits (see `loss`).
+
+What has to be right for the result to be that of the padded run:
+* positions are those of the padded run, not restarted: GPT-2's learned positions depend on the padding to the left of them;
+* the sequences travel in keyword arguments (cu_seq_lens_*, max_length_*), which a checkpointed layer still has when it runs again in the
+  backward;
+* a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
+* a cache could not be continued from packed keys, so a call that wants one runs padded.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from .. import packing
+from ..interface import CALLS
+from .binding import by_name, upstream
+
+PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The real tokens of a padded batch [batch, seqlen]."""
+
+    indices: torch.Tensor  # int64 [T], of each token in the flattened batch
+    cu_seqlens: torch.Tensor  # int32 [batch + 1]
+    max_seqlen: int
+    batch: int
+    seqlen: int
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seqlen, ...] -> [1, T, ...]"""
+        return x.flatten(0, 1).index_select(0, self.indices.to(x.device)).unsqueeze(0)
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, T, ...] -> [batch, seqlen, ...], zero in the padding"""
+        return packing.pad_input(x.squeeze(0), self.indices.to(x.device), self.batch, self.seqlen)
+
+
+def base_forward(module: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
+    """The forward of a patched base model: upstream's, on packed tokens where the batch has padding to leave out."""
+    inputs = by_name(module, args, kwargs)
+    if inputs.get("attention_mask") is None:
+        return upstream(module)(**inputs)
+    packed = pack_inputs(module, inputs)
+    if packed is None:
+        return upstream(module)(**inputs)
+    inputs, layout = packed
+    return_dict = inputs.pop("return_dict", None)
+    output = upstream(module)(**inputs, return_dict=True)
+    output.last_hidden_state = layout.pad(output.last_hidden_state)
+    if output.get("hidden_states") is not None:
+        output.hidden_states = tuple(layout.pad(x) for x in output.hidden_states)
+    return output if (module.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+
+@torch.compiler.disable  # the number of real tokens is a shape, and only the host knows what to do with it
+def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] | None:
+    """The inputs of a base model on packed tokens, and how to get back; None when this call runs padded. Counts which, and why.
+
+    Args:
+        inputs: keyword arguments of the base model's forward, with an attention_mask.
+    Synchronises with the host.
+    """
+    reason = _reason_to_stay_padded(module, inputs)
+    layout = _layout(module, inputs["attention_mask"]) if reason is None else reason
+    routes: Counter | None = vars(module).get(CALLS)
+    if routes is not None:
+        routes[layout if isinstance(layout, str) else PACKED] += 1
+    if isinstance(layout, str):
+        return None
+    tokens = _tokens(inputs)
+    if inputs.get("position_ids") is None:
+        inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=tokens.device).unsqueeze(0)}
+    packed = {
+        name: layout.pack(x.expand(layout.batch, *x.shape[1:])) if name in _PER_TOKEN and x is not None else x for name, x in inputs.items()
+    }
+    packed.pop("cache_position", None)
+    cu_seqlens = layout.cu_seqlens.to(tokens.device)
+    packed |= {
+        "attention_mask": None, "use_cache": False, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
+    }  # fmt: skip
+    return packed, layout
+
+
+def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
+    """Why this call cannot or need not be packed, as the report counts it; None when the mask decides."""
+    mask, shape = inputs["attention_mask"], _tokens(inputs).shape[:2]
+    use_cache = inputs.get("use_cache")
+    if inputs.get("past_key_values") is not None or use_cache or (use_cache is None and not module.training and module.config.use_cache):
+        return "with a cache"
+    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+        return "with a mask that is not [B, S]"
+    if inputs.get("encoder_hidden_states") is not None:
+        return "with cross-attention"
+    if inputs.get("cu_seq_lens_q") is not None:
+        return "with documents"
+    if inputs.get("output_router_logits") or (
+        inputs.get("output_router_logits") is None and getattr(module.config, "output_router_logits", False)
+    ):
+        return "with router logits"  # their loss weighs tokens by the padded mask
+    for name, x in inputs.items():
+        per_token = isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[:2] == shape
+        if name == "position_ids" and x is not None and (x.dim() != 2 or x.shape[1] != shape[1]):
+            return "with positions that are not [B, S]"
+        if per_token and name not in (*_PER_TOKEN, "attention_mask"):
+            return f"with {name}"
+    return None
+
+
+def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
+    """The packing of a 2-D mask, or why there is none."""
+    batch, seqlen = mask.shape
+    mask = mask.bool()
+    column = torch.arange(seqlen, device=mask.device)
+    lengths = mask.sum(1, dtype=torch.int32)
+    spans = torch.where(mask, column + 1, 0).amax(1) - torch.where(mask, column, seqlen).amin(1)
+    tokens, longest, holes = torch.stack((lengths.sum(), lengths.max(), (spans > lengths).any())).tolist()
+    if tokens == mask.numel():
+        return "without padding"
+    if tokens == 0:
+        return "without a token"
+    window = getattr(module.config, "sliding_window", None)
+    if holes and window is not None and window < seqlen:
+        return "with padding inside a row, under a sliding window"
+    cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return Packing(mask.flatten().nonzero().flatten(), cu_seqlens, longest, batch, seqlen)
+
+
+def _tokens(inputs: dict) -> torch.Tensor:
+    """What the batch is: input_ids [B, S] or inputs_embeds [B, S, hidden]."""
+    return inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]

@@ -1,0 +1,407 @@
+"""patch(model, packed=True): padded in, packed through the decoder, padded out, and everything as on eager attention of a padded batch."""
+
+import copy
+
+import pytest
+import small_models
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_flash2.patches import loss as packed_loss
+from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import hf_flash2
+
+PADDINGS = (*small_models.PADDINGS, "empty row")
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def batch(padding: str, seed: int = 1) -> dict[str, torch.Tensor]:
+    if padding != "empty row":
+        return small_models.batch(padding, seed)
+    inputs = small_models.batch("right", seed)
+    inputs["attention_mask"][1] = 0
+    return inputs
+
+
+def twins(family: str, **overrides):
+    """(eager, patched and packed, its report), in training mode"""
+    eager, model = small_models.twins(family, **overrides)
+    report = hf_flash2.patch(model, packed=True)
+    return eager.train(), model.train(), report
+
+
+def loss_and_gradients(model, **inputs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_close(ours: dict, expected: dict) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def runs_packed(family: str, padding: str) -> bool:
+    return padding != "dense" and not (family == "mistral" and padding == "holes")
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("checkpointing", ["no checkpointing", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient(family, padding, checkpointing):
+    eager, model, report = twins(family)
+    inputs = batch(padding)
+    expected = loss_and_gradients(eager, **inputs, labels=small_models.labels(inputs))
+    if checkpointing != "no checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
+    assert_close(loss_and_gradients(model, **inputs, labels=small_models.labels(inputs)), expected)
+    assert set(report.calls.values()) == ({1} if checkpointing == "no checkpointing" else {2})
+    assert report.forwards.get("packed", 0) == runs_packed(family, padding)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_hidden_states_come_out_padded(family, padding):
+    eager, model, report = twins(family)
+    inputs = batch(padding)
+    real = small_models.real_tokens(inputs)
+    arguments = {**inputs, "use_cache": False, "output_hidden_states": True}
+    with torch.no_grad():
+        expected, output = eager.eval()(**arguments), model.eval()(**arguments)
+    assert output.logits.shape == (BATCH, LENGTH, VOCABULARY) and len(output.hidden_states) == len(expected.hidden_states)
+    for ours, theirs in zip((output.logits, *output.hidden_states), (expected.logits, *expected.hidden_states), strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=0, atol=1e-4)
+    assert report.forwards.get("packed", 0) == runs_packed(family, padding)
+    if runs_packed(family, padding):
+        assert not output.hidden_states[-1][~real].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_cannot_see_each_other(family):
+    """Bit for bit: a token of one row changed, and every other row is as it was."""
+    _, model, report = twins(family)
+    model.eval()
+    inputs = batch("left")
+    changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][1, 4] = 3 + (changed["input_ids"][1, 4] - 2) % (VOCABULARY - 3)
+    with torch.no_grad():
+        before, after = (model(**x, use_cache=False).logits for x in (inputs, changed))
+    same = (before == after).all(-1)
+    assert same[[0, 2, 3]].all() and same[1, :4].all()
+    assert not same[1, 4:].any()
+    assert report.forwards == {"packed": 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_those_of_the_padded_batch(family):
+    """Also given ones: a left-padded batch as tokenizers pad it for generation restarts them at the first real token."""
+    eager, model, _ = twins(family)
+    inputs = batch("left")
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    labels = small_models.labels(inputs)
+    default = loss_and_gradients(model, **inputs, labels=labels)
+    assert_close(default, loss_and_gradients(eager, **inputs, labels=labels))
+    given = loss_and_gradients(model, **inputs, labels=labels, position_ids=positions)
+    assert_close(given, loss_and_gradients(eager, **inputs, labels=labels, position_ids=positions))
+    if family == "gpt2":
+        assert not torch.allclose(given["loss"], default["loss"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_instead_of_tokens(family):
+    eager, model, report = twins(family)
+    inputs = batch("left")
+    ids = inputs.pop("input_ids")
+    results = []
+    for each in (eager, model):
+        embeddings = each.get_input_embeddings()(ids).detach().requires_grad_()
+        each(inputs_embeds=embeddings, **inputs, labels=small_models.labels({"input_ids": ids, **inputs})).loss.backward()
+        results.append(embeddings.grad[inputs["attention_mask"].bool()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
+    assert report.forwards == {"packed": 1}
+
+
+def test_classification_heads_see_a_padded_run():
+    torch.manual_seed(0)
+    eager = transformers.LlamaForSequenceClassification._from_config(small_models.config("llama"), attn_implementation="eager")
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs, labels = batch("right"), torch.tensor([0, 1, 0, 1])
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"packed": 1}
+    assert report.loss == "from logits, by Transformers: it has no language model head"
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------- loss
+
+
+def test_no_logits_in_training_with_labels_and_only_there():
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    assert model(**inputs, labels=labels).logits is None
+    assert model(**inputs).logits is not None
+    assert model(**inputs, logits_to_keep=3).logits.shape[1] == 3
+    assert model(**inputs, labels=labels, return_dict=False)[1].shape == (BATCH, LENGTH, VOCABULARY)
+    model.eval()
+    evaluated = model(**inputs, labels=labels, use_cache=False)
+    assert evaluated.logits.shape == (BATCH, LENGTH, VOCABULARY) and evaluated.loss is not None
+
+
+def test_logits_are_kept_where_they_are_asked_for():
+    eager, model = (twin.train() for twin in small_models.twins("llama"))
+    report = hf_flash2.patch(model, packed=True, keep_logits=True)
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    output = model(**inputs, labels=labels)
+    torch.testing.assert_close(output.loss, eager(**inputs, labels=labels).loss)
+    assert output.logits.shape == (BATCH, LENGTH, VOCABULARY)
+    assert report.forwards == {"packed": 1} and "keep_logits=True" in report.loss
+    with pytest.raises(ValueError, match="keep_logits=True is about patch"):
+        hf_flash2.patch(model, keep_logits=True)
+
+
+@pytest.mark.parametrize("padding", ["right", "dense"])
+def test_the_head_runs_on_labelled_rows_only_a_chunk_at_a_time(padding, monkeypatch):
+    eager, model, _ = twins("llama")
+    inputs = batch(padding)
+    labels = small_models.labels(inputs)
+    labels[:, :4] = -100  # a prompt
+    wanted = int((labels[:, 1:] != -100).sum())
+    chunk = 7
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[:-1].numel()))
+    ours = loss_and_gradients(model, **inputs, labels=labels)
+    assert max(rows) == chunk and sum(rows) == 2 * wanted  # once forward, once in the backward
+    assert_close(ours, loss_and_gradients(eager, **inputs, labels=labels))
+
+
+@pytest.mark.parametrize("items", [40, torch.tensor(40)])
+def test_num_items_in_batch_divides_the_sum(items):
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    arguments = {**inputs, "labels": small_models.labels(inputs), "num_items_in_batch": items}
+    assert_close(loss_and_gradients(model, **arguments), loss_and_gradients(eager, **arguments))
+
+
+def test_shifted_labels_and_another_index_to_ignore():
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    expected = loss_and_gradients(eager, **inputs, labels=labels)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels, shift_labels=shifted), expected)
+    replaced = labels.masked_fill(labels == -100, -1)
+    assert_close(loss_and_gradients(model, **inputs, labels=replaced, ignore_index=-1), expected)
+
+
+def test_without_any_label():
+    """As upstream: the mean of nothing is NaN, a sum over a given number of items is 0 and has zero gradients."""
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    nothing = torch.full_like(inputs["input_ids"], -100)
+    assert model(**inputs, labels=nothing).loss.isnan()
+    result = loss_and_gradients(model, **inputs, labels=nothing, num_items_in_batch=8)
+    assert all(not value.any() for value in result.values())
+
+
+@pytest.mark.parametrize("padding", ["left", "holes"])
+def test_what_padding_predicts_is_not_counted(padding):
+    """The stated difference: a label behind padding, and labels on padding. Without them the loss is that of the labels that are left."""
+    _, model, _ = twins("llama")
+    inputs = batch(padding)
+    every = inputs["input_ids"].clone()
+    wanted = loss_and_gradients(model, **inputs, labels=small_models.labels(inputs))
+    behind_padding = inputs["attention_mask"].bool() & (small_models.labels(inputs) == -100)
+    assert behind_padding[:, 1:].any()
+    labels = torch.where(inputs["attention_mask"].bool(), every, -100)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), wanted)
+
+
+def test_a_loss_function_of_the_user_gets_logits():
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    seen = []
+
+    def own_loss(logits, labels, vocab_size, **kwargs):
+        seen.append(logits.shape)
+        return ForCausalLMLoss(logits, labels, vocab_size)
+
+    model.loss_function = own_loss
+    assert model(**inputs, labels=small_models.labels(inputs)).logits is not None
+    assert seen == [(BATCH, LENGTH, VOCABULARY)]
+
+
+def test_the_comparison_notices_a_lost_boundary(monkeypatch):
+    """Were the rows one long document, losses would differ: the tests above can fail."""
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    layout = hf_flash2.patches.packed._layout
+
+    def one_document(module, mask):
+        found = layout(module, mask)
+        ends = found.cu_seqlens[[0, -1]]
+        return hf_flash2.patches.packed.Packing(found.indices, ends, int(ends[-1]), found.batch, found.seqlen)
+
+    monkeypatch.setattr(hf_flash2.patches.packed, "_layout", one_document)
+    labels = small_models.labels(inputs)
+    with pytest.raises(AssertionError):
+        assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+
+
+# --------------------------------------------------------------------------------------------------------------------- where it steps aside
+
+
+def test_generation_runs_padded_and_is_unchanged():
+    eager, model, report = twins("llama")
+    inputs = batch("left")
+    arguments = {**inputs, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.eval().generate(**arguments), eager.eval().generate(**arguments))
+    assert set(report.forwards) == {"with a cache"}
+
+
+def test_a_cache_is_never_lost():
+    _, model, report = twins("llama")
+    inputs = batch("right")
+    assert model.eval()(**inputs).past_key_values is not None  # the config says use_cache
+    assert model.train()(**inputs, use_cache=True).past_key_values is not None
+    assert report.forwards == {"with a cache": 2}
+    assert model(**inputs).past_key_values is None  # training, and nobody asked
+    assert report.forwards["packed"] == 1
+
+
+def test_masks_that_are_not_padding_run_padded():
+    eager, model, report = twins("llama")
+    inputs = batch("right")
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & inputs["attention_mask"].bool()[:, None, None, :]
+    additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    arguments = {"input_ids": inputs["input_ids"], "attention_mask": additive, "labels": small_models.labels(inputs)}
+    assert_close(loss_and_gradients(model, **arguments), loss_and_gradients(eager, **arguments))
+    assert report.forwards == {"with a mask that is not [B, S]": 1}
+
+
+def test_a_batch_without_padding_is_left_as_it_is():
+    eager, model, report = twins("llama")
+    inputs = batch("dense") | {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64)}
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"without padding": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------------- putting on, taking off
+
+
+def test_report():
+    _, model, report = twins("llama")
+    model(**batch("right"))
+    model(**batch("right"), use_cache=True)
+    model(**batch("right"))
+    assert str(report).splitlines()[-2:] == [
+        "  decoder   packed: 2 packed, 1 with a cache",
+        "  loss      in chunks, without logits, in training with labels",
+    ]
+    assert "decoder" not in str(hf_flash2.patch(small_models.model("llama")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_every_attribute(family):
+    model = small_models.model(family)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    hf_flash2.patch(model, packed=True)
+    hf_flash2.unpatch(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_other_options_patch_anew():
+    model = small_models.model("llama").train()
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    plain = hf_flash2.patch(model)
+    packed = hf_flash2.patch(model, packed=True)
+    assert packed is not plain and hf_flash2.patch(model, packed=True) is packed
+    assert model(**inputs, labels=labels).logits is None
+    with hf_flash2.patched(model, packed=True, keep_logits=True):
+        assert model(**inputs, labels=labels).logits is not None
+    assert model(**inputs, labels=labels).logits is None
+    with hf_flash2.patched(model) as report:
+        assert report.forwards is None and model(**inputs, labels=labels).logits is not None
+    assert model(**inputs, labels=labels).logits is None
+
+
+def test_a_deep_copy_stands_alone():
+    _, model, report = twins("llama")
+    inputs = batch("right")
+    clone = copy.deepcopy(model)
+    hf_flash2.unpatch(model)
+    with torch.no_grad():
+        clone.lm_head.weight.zero_()
+    labels = small_models.labels(inputs)
+    assert clone(**inputs, labels=labels).loss.item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
+    assert model(**inputs, labels=labels).logits is not None
+    assert report.forwards == {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- other models
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.25, "attention_dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+IN_CHUNKS = "in chunks, without logits, in training with labels"
+# name -> where the loss is computed
+PACKABLE = {
+    "Qwen2": IN_CHUNKS, "Qwen3": IN_CHUNKS, "Phi3": IN_CHUNKS, "Olmo2": IN_CHUNKS, "SmolLM3": IN_CHUNKS, "Starcoder2": IN_CHUNKS,
+    "Gemma": IN_CHUNKS, "Glm4": IN_CHUNKS,
+    "Granite": "logits = logits / self.config.logits_scaling", "Cohere": "logits = logits * self.logit_scale",
+    "Mixtral": "loss = ... self.router_aux_loss_coef",
+}  # fmt: skip
+REFUSED = {
+    "OPT": "its OPTModel makes masks other than",
+    "MiniMax": "it has 2 layers, and the attention of 1 runs on hf_flash2",
+    "BioGpt": "its BioGptModel uses the attention mask for more" if VERSION >= (5, 0) else "its BioGptModel makes masks other than",
+}
+if VERSION >= (5, 0):
+    REFUSED["StableLm"] = "its StableLmDecoderLayer does not hand on the keyword arguments"
+
+
+def other_model(name: str):
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config = model_class.config_class(**_SIZES)
+    for attribute, value in {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_dropout_prob": 0.0}.items():
+        if hasattr(config, attribute):
+            setattr(config, attribute, value)
+    torch.manual_seed(0)
+    return model_class._from_config(config, attn_implementation="eager").train()
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_other_decoders_run_packed(name):
+    eager = other_model(name)
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    assert PACKABLE[name] in report.loss
+    for padding in ("left", "holes"):
+        inputs = batch(padding)
+        labels = small_models.labels(inputs)
+        expected = loss_and_gradients(eager, **inputs, labels=labels, use_cache=False)
+        assert_close(loss_and_gradients(model, **inputs, labels=labels, use_cache=False), expected)
+    assert report.forwards == {"packed": 2}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_decoders_that_cannot_run_packed_are_refused_and_left_alone(name):
+    model = other_model(name)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=f"{name}ForCausalLM cannot run packed: {REFUSED[name]}") as refusal:
+        hf_flash2.patch(model, packed=True)
+    assert "use patch(model)" in str(refusal.value)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
