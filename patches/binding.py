@@ -43,12 +43,26 @@ def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
     return vars(module)[CALLS]
 
 
-def upstream(module: nn.Module) -> Callable:
-    """The forward that a bound module would have without us. Also after `unbind`, for what still refers to ours."""
+def in_place_of(class_forward: Callable, forward: Callable) -> FunctionType:
+    """`forward` with the signature of the class's own, which Trainer reads to learn which columns of a dataset the model takes.
+
+    NOTE: not as functools.wraps does it: accelerate's unwrap_model follows __wrapped__ and would put the class's forward in our place.
+    """
+
+    def bound(module: nn.Module, *args, **kwargs) -> object:
+        still_bound = LAYER in vars(module)  # a wrapper put around ours may outlive `unbind`
+        return forward(module, *args, **kwargs) if still_bound else upstream(module, *args, **kwargs)
+
+    bound.__signature__ = inspect.signature(class_forward)
+    return bound
+
+
+def upstream(module: nn.Module, *args, **kwargs) -> object:
+    """Run the forward that a module would have without us."""
     layer: BoundLayer | None = vars(module).get(LAYER)
     if layer is not None and layer.previous is not None:
-        return layer.previous
-    return MethodType(type(module).forward, module)
+        return layer.previous(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def is_wrapped(module: nn.Module) -> bool:

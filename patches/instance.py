@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .. import ops
 from ..interface import NAME, reason_model_unsupported
 from . import gpt2, llama, mistral
-from .binding import LAYER, OwnConfig, bind, is_wrapped, own_configs, restore_configs, unbind
+from .binding import LAYER, OwnConfig, bind, in_place_of, is_wrapped, own_configs, restore_configs, unbind
 from .contract import reason_loss_is_upstream, reason_not_packable
 from .family import Family
 from .loss import causal_lm_forward
@@ -173,13 +173,13 @@ def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport
     reason = reason_not_packable(model, [module for module in base.modules() if LAYER in vars(module)])
     if reason is not None:
         raise ValueError(f"{report.model} cannot run packed: {reason}; use patch(model), whose kernels skip the padding in attention")
-    report.forwards = bind(base, base_forward)
+    report.forwards = bind(base, in_place_of(type(base).forward, base_forward))
     if keep_logits:
         report.loss = "from logits, by Transformers (keep_logits=True)"
     elif (reason := reason_loss_is_upstream(model)) is not None:
         report.loss = f"from logits, by Transformers: {reason}"
     else:
-        bind(model, causal_lm_forward)
+        bind(model, in_place_of(type(model).forward, causal_lm_forward))
         report.loss = "in chunks, without logits, in training with labels"
         if is_wrapped(model):
             unbind(model)

@@ -29,7 +29,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         and model.loss_function is ForCausalLMLoss
     )  # fmt: skip
     if not only_the_loss:
-        return upstream(model)(**inputs)
+        return upstream(model, **inputs)
     about_loss = {name: inputs.pop(name, None) for name in ("labels", "shift_labels", "ignore_index", "logits_to_keep", "return_dict")}
     rows, row_labels = labelled_rows(labels, inputs.get("attention_mask"), about_loss["shift_labels"], about_loss["ignore_index"])
     output = model.base_model(**inputs, return_dict=True)

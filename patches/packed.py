@@ -50,13 +50,13 @@ def base_forward(module: PreTrainedModel, *args, **kwargs) -> ModelOutput | tupl
     """The forward of a patched base model: upstream's, on packed tokens where the batch has padding to leave out."""
     inputs = by_name(module, args, kwargs)
     if inputs.get("attention_mask") is None:
-        return upstream(module)(**inputs)
+        return upstream(module, **inputs)
     packed = pack_inputs(module, inputs)
     if packed is None:
-        return upstream(module)(**inputs)
+        return upstream(module, **inputs)
     inputs, layout = packed
     return_dict = inputs.pop("return_dict", None)
-    output = upstream(module)(**inputs, return_dict=True)
+    output = upstream(module, **inputs, return_dict=True)
     output.last_hidden_state = layout.pad(output.last_hidden_state)
     if output.get("hidden_states") is not None:
         output.hidden_states = tuple(layout.pad(x) for x in output.hidden_states)

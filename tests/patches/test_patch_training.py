@@ -1,15 +1,11 @@
 """Training with LoRA and AdamW on a patched model follows the run on eager attention loss by loss; on one process and on two."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import ranks
 import small_models
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from small_models import FAMILIES
 from torch.nn.parallel import DistributedDataParallel
@@ -45,10 +41,11 @@ def trained(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_training_follows_eager(family):
+def test_lora_training_follows_eager(family, packed):
     eager, model = (with_lora(twin, family) for twin in small_models.twins(family))
-    report = hf_flash2.patch(model)
+    report = hf_flash2.patch(model, packed=packed)
     expected, losses = train(eager), train(model)
     assert expected[-1] < 0.8 * expected[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=RELATIVE_TOLERANCE, atol=0)
@@ -70,25 +67,12 @@ def test_the_comparison_notices_a_wrong_attention(monkeypatch):
 
 def test_two_processes_with_ddp(tmp_path):
     """Two ranks with different batches, patched before and after the wrapping: both follow eager, and the ranks stay together."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    code = "import conftest, test_patch_training; test_patch_training.ddp_rank({}, {!r})"  # conftest: hf_flash2.patches of a bare checkout
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code.format(rank, str(tmp_path))],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=200)
-        assert rank.returncode == 0, output
+    ranks.run_two("test_patch_training", "ddp_rank", tmp_path)
     weights = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(2)]
     assert torch.equal(weights[0], weights[1])
 
 
 def ddp_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     eager = with_lora(small_models.model("llama"), "llama")
     early, late = copy.deepcopy(eager), copy.deepcopy(eager)
     reports = [hf_flash2.patch(early)]
@@ -100,5 +84,3 @@ def ddp_rank(rank: int, folder: str) -> None:
         torch.testing.assert_close(losses, expected, rtol=RELATIVE_TOLERANCE, atol=0)
         assert set(report.calls.values()) == {6}
     torch.save(trained(late), f"{folder}/weights-{rank}.pt")
-    dist.barrier()  # neither rank leaves while the other still needs it
-    os._exit(0)  # gloo's threads can hang the interpreter's shutdown: seen once, on a busy machine, after everything had been checked

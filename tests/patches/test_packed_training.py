@@ -1,0 +1,147 @@
+"""Packed decoders under what training wraps around them: DDP, FSDP2, accelerate, Trainer, torch.compile."""
+
+import copy
+
+import pytest
+import ranks
+import small_models
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_flash2
+
+STEPS = 4
+TOLERANCE = 2e-5  # of a loss, float32
+
+
+def ragged(seed: int, length: int = 24) -> dict[str, torch.Tensor]:
+    """A right-padded batch whose number of tokens differs from seed to seed, with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, small_models.VOCABULARY, (4, length), generator=generator)
+    lengths = torch.randint(2, length, (4, 1), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths).long()}
+    return inputs | {"labels": small_models.labels(inputs)}
+
+
+def train(model, batches, optimizer=None) -> torch.Tensor:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for inputs in batches:
+        loss = model(**inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_two_processes_with_ddp_and_fsdp2(tmp_path):
+    """Patched before and after the wrapping, each rank with batches of its own: the mean of their losses is eager's on both batches."""
+    ranks.run_two("test_packed_training", "distributed_rank", tmp_path)
+
+
+def distributed_rank(rank: int, folder: str) -> None:
+    plain = small_models.model("llama").train()
+    eager, optimizer = copy.deepcopy(plain), None
+    expected = []
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    for step in range(STEPS):  # both ranks' batches by one process: what their averaged gradients must amount to
+        loss = sum(eager(**ragged(2 * step + r)).loss for r in range(2)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    for wrap in (ddp, fsdp2):
+        for patch_first in (True, False):
+            model = copy.deepcopy(plain)
+            report = hf_flash2.patch(model, packed=True) if patch_first else None
+            wrapped = wrap(model)
+            report = report or hf_flash2.patch(wrapped, packed=True)
+            losses = train(wrapped, [ragged(2 * step + rank) for step in range(STEPS)])
+            dist.all_reduce(losses)
+            torch.testing.assert_close(losses / 2, torch.stack(expected), rtol=TOLERANCE, atol=0)
+            assert report.forwards == {"packed": STEPS} and "in chunks" in report.loss
+
+
+def ddp(model):
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.fixture
+def bf16_accelerator():
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    yield accelerator
+    accelerator.free_memory()
+
+
+def test_accelerate_mixed_precision(bf16_accelerator):
+    """Patched before prepare, the loss in chunks runs under its autocast. Patched after, Transformers' own does, and the report says so."""
+    eager = small_models.model("llama").train()
+    before, after = copy.deepcopy(eager), copy.deepcopy(eager)
+    reports = [hf_flash2.patch(before, packed=True)]
+    eager, before, after = (bf16_accelerator.prepare(model) for model in (eager, before, after))
+    reports.append(hf_flash2.patch(after, packed=True))
+    seen = []
+    for model in (before, after):
+        model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    inputs = ragged(0)
+    expected = eager(**inputs).loss
+    for model in (before, after):
+        output = model(**inputs)
+        torch.testing.assert_close(output.loss, expected, rtol=2e-2, atol=0)
+        output.loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    assert [report.forwards["packed"] for report in reports] == [1, 1]
+    assert reports[0].loss.startswith("in chunks") and "patch before accelerator.prepare" in reports[1].loss
+    hf_flash2.unpatch(before)  # what accelerate's wrapper still refers to runs as upstream
+    assert before(**inputs).logits is not None
+
+
+def test_trainer(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    eager = small_models.model("llama")
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    rows = [dict(zip(ragged(seed), values, strict=True)) for seed in range(3) for values in zip(*ragged(seed).values(), strict=True)]
+    losses = []
+    for each in (eager, model):
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        trainer = Trainer(model=each, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [trainer.evaluate()["eval_loss"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert report.forwards["packed"] == 4
+
+
+def test_compiled_without_recompiling_for_every_batch():
+    torch._dynamo.reset()
+    eager, model = small_models.twins("llama")
+    report = hf_flash2.patch(model.train(), packed=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    graphs = []
+    for seed in range(6):
+        before = counters["stats"]["unique_graphs"]
+        inputs = ragged(seed)
+        loss = compiled(**inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, eager.train()(**inputs).loss)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    torch._dynamo.reset()
+    assert graphs == [1, 1, 0, 0, 0, 0]  # one for the first number of tokens, one for any
+    assert report.forwards == {"packed": 6}
