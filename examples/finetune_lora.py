@@ -46,7 +46,8 @@ from demo_models import MODEL_TYPES, SIZES, make_config, vocab_size
 from finetune_report import Progress, Run, describe_machine, peak_memory_bytes, plot, reset_peak_memory, table, write_files
 from stdlib_data import OUTPUTS, Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
 
-IMPLEMENTATIONS = ("eager", "sdpa", "hf_flash2")
+PACKED = "hf_flash2-packed"  # hf_flash2.patch(model, packed=True): not attention alone, the whole decoder skips the padding
+IMPLEMENTATIONS = ("eager", "sdpa", "hf_flash2", PACKED)
 WARMUP_STEPS = 3  # left out of tokens per second
 EVALUATION_EXAMPLES = 32
 # Per family: the attention projections that get LoRA, and the embeddings and output layer that are trained in full.
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     job.say(f"data: {job.corpus}; batches of {args.batch_size} are {share:.0%} padding")
 
     base = make_base(job)
-    if "hf_flash2" in args.implementation:
+    if {"hf_flash2", PACKED} & set(args.implementation):
         check_parity(job, base)
     runs = []
     for implementation in args.implementation:
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--demo", action="store_true", help="eager, sdpa and hf_flash2 with settings that suit this machine")
+    parser.add_argument("--demo", action="store_true", help="every implementation, with settings that suit this machine")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "hf_flash2"])
     parser.add_argument("--how", choices=("flag", "patch"), default="flag", help="attn_implementation= at load, or hf_flash2.patch(model)")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
@@ -178,12 +179,15 @@ def make_base(job: Job) -> Path:
 
 def load_base(job: Job, base: Path, implementation: str) -> PreTrainedModel:
     """The base with an attention implementation asked for by the flag; what is to be patched starts as eager."""
-    name = "eager" if is_patched(job, implementation) else implementation
+    name = "eager" if patch_options(job, implementation) is not None else implementation
     return AutoModelForCausalLM.from_pretrained(base, dtype=job.dtype, attn_implementation=name).to(job.device)
 
 
-def is_patched(job: Job, implementation: str) -> bool:
-    return job.args.how == "patch" and implementation == "hf_flash2"
+def patch_options(job: Job, implementation: str) -> dict[str, bool] | None:
+    """With what hf_flash2.patch is called for an implementation; None where the flag does it."""
+    if implementation == PACKED:
+        return {"packed": True}
+    return {} if job.args.how == "patch" and implementation == "hf_flash2" else None
 
 
 def check_parity(job: Job, base: Path) -> None:
@@ -205,7 +209,8 @@ def fine_tune(job: Job, base: Path, implementation: str) -> Run:
     model = add_lora(job, load_base(job, base, implementation))
     trained, total = model.get_nb_trainable_parameters()
     job.say(f"\n== LoRA with {implementation}: {trained / 1e6:.2f} M of {total / 1e6:.1f} M weights are trained")
-    report = hf_flash2.patch(model) if is_patched(job, implementation) else None
+    options = patch_options(job, implementation)
+    report = None if options is None else hf_flash2.patch(model, **options)
     reset_peak_memory(device)
     try:
         run.evaluation_before = evaluation_loss(job, model)
@@ -217,7 +222,7 @@ def fine_tune(job: Job, base: Path, implementation: str) -> Run:
         job.say(f"  {run.failure}")
         return run
     job.say(f"loss on unseen functions {run.evaluation_before:.4f} -> {run.evaluation_after:.4f}")
-    if implementation == "hf_flash2":
+    if implementation in ("hf_flash2", PACKED):
         run.backend = hf_flash2.last_backend()
         job.say(report or f"attention ran on {run.backend}")
     if job.accelerator.is_main_process:
@@ -250,8 +255,9 @@ def round_trip(job: Job, model: peft.PeftModel, base: Path, implementation: str)
     folder = job.args.output_dir / f"adapter-{implementation}"
     model.save_pretrained(folder)
     fresh = peft.PeftModel.from_pretrained(load_base(job, base, implementation), folder)
-    if is_patched(job, implementation):
-        hf_flash2.patch(fresh)
+    options = patch_options(job, implementation)
+    if options is not None:
+        hf_flash2.patch(fresh, **options)
     batch = to_device(collate(job.evaluation[:4]), job.device)
     with torch.no_grad():
         difference = (model.eval()(**batch).logits - fresh.eval()(**batch).logits).abs().max().item()

@@ -26,6 +26,7 @@ STYLES = {
     "eager": {"color": "#f4b266", "linewidth": 6},
     "sdpa": {"color": "#3a7d44", "linewidth": 2.5},
     "hf_flash2": {"color": "#1b1b3a", "linewidth": 1.3, "linestyle": "--"},
+    "hf_flash2-packed": {"color": "#c2185b", "linewidth": 1.3, "linestyle": ":"},
 }
 
 
@@ -66,15 +67,15 @@ class Progress:
 def table(runs: list[Run], device: torch.device) -> str:
     """The comparison as text; differences are against the first implementation that finished."""
     memory = "peak memory" if device.type == "cuda" else "process peak"
-    lines = [f"{'':10} {'first loss':>10} {'last loss':>10} {'unseen':>7} {'off by':>8} {'real tokens/s':>14} {memory:>13}"]
+    lines = [f"{'':16} {'first loss':>10} {'last loss':>10} {'unseen':>7} {'off by':>8} {'real tokens/s':>14} {memory:>13}"]
     reference = next((run for run in runs if run.failure is None), None)
     for run in runs:
         if run.failure is not None:
-            lines.append(f"{run.implementation:10} {run.failure}")
+            lines.append(f"{run.implementation:16} {run.failure}")
             continue
         off = "" if run is reference else f"{max(_differences(run, reference)):.1e}"
         lines.append(
-            f"{run.implementation:10} {run.losses[0]:10.4f} {run.losses[-1]:10.4f} {run.evaluation_after:7.4f} {off:>8} "
+            f"{run.implementation:16} {run.losses[0]:10.4f} {run.losses[-1]:10.4f} {run.evaluation_after:7.4f} {off:>8} "
             f"{run.tokens_per_second:14,.0f} {run.peak_memory_bytes / 2**30:9.2f} GiB"
         )
     lines.append("unseen: loss on functions kept apart")
@@ -122,7 +123,7 @@ def plot(args: argparse.Namespace, accelerator: Accelerator, runs: list[Run]) ->
     curves.set(title="training loss", xlabel="step", ylabel="cross-entropy per token")
     curves.legend(handlelength=4)
     colors = [STYLES[run.implementation]["color"] for run in runs]
-    bars = speeds.bar([run.implementation for run in runs], [run.tokens_per_second for run in runs], color=colors)
+    bars = speeds.bar([run.implementation.replace("-", "\n") for run in runs], [run.tokens_per_second for run in runs], color=colors)
     speeds.bar_label(bars, fmt="{:,.0f}")
     speeds.set(title="real tokens per second")
     speeds.margins(y=0.12)

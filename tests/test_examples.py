@@ -111,6 +111,20 @@ def test_fine_tune_learns_and_follows_eager(model_type, how, tmp_path, capsys):
     assert ("2 of 2 attention layers run on hf_flash2" in printed) == (how == "patch")
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_fine_tune_follows_eager(model_type, tmp_path, capsys):
+    packed = finetune_lora.PACKED
+    finetune_lora.main(
+        [*FINE_TUNE, "--model-type", model_type, "--implementation", "eager", packed, "--batch-size", "4", "--output-dir", str(tmp_path)]
+    )
+    curves = losses(tmp_path)
+    assert curves[packed] == pytest.approx(curves["eager"], abs=1e-4)
+    assert "  loss      in chunks, without logits" in capsys.readouterr().out
+    eager, ours = json.loads((tmp_path / "run.json").read_text())["runs"]
+    assert ours["evaluation_after"] == pytest.approx(eager["evaluation_after"], abs=1e-4)
+    assert ours["completion"] == eager["completion"] != ""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate gives each process a GPU of its own where there is one")
 def test_two_processes_train_as_one(tmp_path):
     """Half the batch in each of two processes gives the losses of one, with gradient checkpointing too."""

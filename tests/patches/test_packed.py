@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hf_flash2.patches import loss as packed_loss
+from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -244,14 +245,14 @@ def test_the_comparison_notices_a_lost_boundary(monkeypatch):
     """Were the rows one long document, losses would differ: the tests above can fail."""
     eager, model, _ = twins("llama")
     inputs = batch("right")
-    layout = hf_flash2.patches.packed._layout
+    layout = packed._layout
 
     def one_document(module, mask):
         found = layout(module, mask)
         ends = found.cu_seqlens[[0, -1]]
-        return hf_flash2.patches.packed.Packing(found.indices, ends, int(ends[-1]), found.batch, found.seqlen)
+        return packed.Packing(found.indices, ends, int(ends[-1]), found.batch, found.seqlen)
 
-    monkeypatch.setattr(hf_flash2.patches.packed, "_layout", one_document)
+    monkeypatch.setattr(packed, "_layout", one_document)
     labels = small_models.labels(inputs)
     with pytest.raises(AssertionError):
         assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
@@ -405,3 +406,14 @@ def test_decoders_that_cannot_run_packed_are_refused_and_left_alone(name):
         hf_flash2.patch(model, packed=True)
     assert "use patch(model)" in str(refusal.value)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_the_layout_of_a_batch():
+    """What the kernels are told, value by value: the reference that runs on a CPU has no use for the longest length."""
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
+    layout = packed._layout(small_models.model("llama").model, mask)
+    assert layout.indices.tolist() == [1, 2, 8, 10, 11]
+    assert layout.cu_seqlens.tolist() == [0, 2, 2, 5] and layout.cu_seqlens.dtype == torch.int32
+    assert (layout.max_seqlen, layout.batch, layout.seqlen) == (3, 3, 4)
+    x = torch.arange(12.0).view(3, 4)
+    assert torch.equal(layout.pad(layout.pack(x)), x * mask)
