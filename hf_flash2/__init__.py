@@ -9,6 +9,7 @@ README.md has the rest.
 import importlib
 
 from . import interface
+from .collator import PackingBatchSampler, PackingCollator, first_fit
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .interface import registration_state, set_strict
 from .ops import last_backend
@@ -16,6 +17,9 @@ from .ops import last_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "PackingBatchSampler",
+    "PackingCollator",
+    "first_fit",
     "flash_attn_func",
     "flash_attn_ranges_func",
     "flash_attn_varlen_func",

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "build": set(),
     "reference": set(),
     "packing": set(),
+    "collator": set(),
     "support": set(),
     "native": {"support"},
     "ops": {"native", "reference"},
@@ -25,7 +26,7 @@ MAY_IMPORT = {
     "interface": {"packing", "functional", "support", "native", "ops"},
     "patches": {"interface", "functional", "packing", "ops", "support", "patches"},
 }
-TORCH_ONLY = {"reference", "packing", "support", "native", "ops", "functional"}
+TORCH_ONLY = {"reference", "packing", "collator", "support", "native", "ops", "functional"}
 KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).

@@ -1,0 +1,358 @@
+"""collator.py: what batches hold, that nothing is lost or overfilled, and that no document sees another, by logits and by gradients."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate.data_loader import prepare_data_loader
+from tiny_models import DTYPES
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, interface
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTHS = (7, 1, 12, 4, 9)
+TARGETS = sum(n - 1 for n in LENGTHS)  # tokens that another of their document predicts
+WIDTH = 16  # of packed rows: the documents above fill two and leave one token to a third
+
+
+def examples(lengths=LENGTHS) -> list[dict[str, list[int]]]:
+    return [{"input_ids": tiny.tokens("cpu", 1, n, seed=n)[0].tolist()} for n in lengths]
+
+
+COLLATORS = {
+    "row": PackingCollator(),
+    "rows": PackingCollator(WIDTH),
+    "transformers": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+}
+
+
+def one_by_one(model, lengths=LENGTHS, backward: bool = False) -> torch.Tensor:
+    """The loss of all documents over the number of all targets, each document run alone."""
+    total, targets = torch.zeros((), device=model.device), sum(n - 1 for n in lengths)
+    for example in examples(lengths):
+        ids = torch.tensor([example["input_ids"]], device=model.device)
+        if ids.shape[1] == 1:  # predicts nothing
+            continue
+        with torch.set_grad_enabled(backward):
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=targets).loss
+        if backward:
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def to(device, batch: dict) -> dict:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def plain(batch: dict) -> dict:
+    """The part of a batch that every attention reads."""
+    return {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+
+
+def documents(batch: dict, like: torch.Tensor) -> list[torch.Tensor]:
+    """`like` [R, L, ...] cut into the documents of the batch."""
+    return list(like.flatten(0, 1).split(batch["cu_seq_lens_q"].diff().tolist()))
+
+
+# ------------------------------------------------------------------------------------------------------------------------ what batches hold
+
+
+def test_one_row_without_padding():
+    batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10], "labels": [-100, 3]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+    assert batch["max_length_q"] == batch["max_length_k"] == 3
+    assert {name: x.dtype if isinstance(x, torch.Tensor) else type(x) for name, x in batch.items()} == {
+        "input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64,
+        "cu_seq_lens_q": torch.int32, "cu_seq_lens_k": torch.int32, "max_length_q": int, "max_length_k": int,
+    }  # fmt: skip
+
+
+def test_rows_of_one_length():
+    """The longest first, each into the first row with room; what is left is a document of padding."""
+    collate = PackingCollator(5, pad_token_id=2, ignore_index=-1)
+    batch = collate([{"input_ids": [10, 11]}, {"input_ids": [20, 21, 22, 23]}, {"input_ids": [30]}, {"input_ids": [40, 41]}])
+    assert batch["input_ids"].tolist() == [[20, 21, 22, 23, 30], [10, 11, 40, 41, 2]]
+    assert batch["labels"].tolist() == [[-1, 21, 22, 23, -1], [-1, 11, -1, 41, -1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 0, 1, 0]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 7, 9, 10]
+    assert batch["max_length_q"] == 4
+    assert collate([{"input_ids": [1]}])["max_length_q"] == 4  # the padding
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_one_row_is_that_of_transformers(labels):
+    features = examples()
+    if labels:
+        features = [f | {"labels": [-100] * (len(f["input_ids"]) // 2) + f["input_ids"][len(f["input_ids"]) // 2 :]} for f in features]
+    theirs, ours = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features), PackingCollator()(features)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(ours[name], expected) and ours[name].dtype == expected.dtype, name
+        else:
+            assert ours[name] == expected and type(ours[name]) is int, name
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda values: np.array(values, dtype=np.uint16)])
+def test_padded_examples_of_any_type(convert):
+    """A mask takes padding out, wherever it is, with its labels; other keys and examples without a token do not matter."""
+    padded = [
+        {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1], "labels": [9, 9, 15, 16]},
+        {"input_ids": [0, 0], "attention_mask": [0, 0], "labels": [1, 1]},
+        {"input_ids": [7, 8, 0], "attention_mask": [1, 1, 0], "labels": [17, 18, 9]},
+    ]
+    batch = PackingCollator()([{name: convert(values) for name, values in example.items()} | {"text": "a"} for example in padded])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert batch["labels"].tolist() == [[-100, 16, -100, 18]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 4]
+
+
+def test_examples_stay_as_they_were():
+    example = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, 6])}
+    PackingCollator()([example])
+    assert example["labels"].tolist() == [5, 6] and example["input_ids"].tolist() == [5, 6]
+
+
+def test_truncation_is_asked_for():
+    too_long = [{"input_ids": [1, 2]}, {"input_ids": list(range(9)), "attention_mask": [0] + [1] * 8}]
+    with pytest.raises(ValueError, match=r"example 1 of the batch has 8 tokens, more than max_length=6; truncate or split .*truncate=True"):
+        PackingCollator(6)(too_long)
+    batch = PackingCollator(6, truncate=True)(too_long)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
+    assert PackingCollator(8)(too_long)["input_ids"].shape == (2, 8)  # the padding of an example does not count
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([], "without a token, got 0 examples"),
+        ([{"input_ids": []}], "without a token, got 1 examples"),
+        ([{"input_ids": [1]}, {"text": "a"}], r"example 1 of the batch has no input_ids, only \['text'\]"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "labels must be as long as input_ids, got 1 and 2 in example 0"),
+        ([{"input_ids": [1, 2], "attention_mask": [1, 1, 1]}], "attention_mask must be as long as input_ids, got 3 and 2 in example 0"),
+        ([{"input_ids": torch.ones(1, 3, dtype=torch.int64)}], r"input_ids of example 0 .* one-dimensional .* shape \[1, 3\]"),
+        ([{"input_ids": [0.5]}], "input_ids of example 0 .* integers, got torch.float32"),
+        ([{"input_ids": ["a"]}], "input_ids of example 0 .* integers: "),
+    ],
+)
+def test_errors_say_which_example(batch, message):
+    with pytest.raises(ValueError, match=message):
+        PackingCollator()(batch)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match="max_length must be at least 1, .* got 0"):
+        PackingCollator(0)
+    with pytest.raises(ValueError, match="truncate=True needs a max_length"):
+        PackingCollator(truncate=True)
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- first-fit
+
+
+def first_fit_by_the_book(lengths: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for items in bins:
+            if sum(lengths[i] for i in items) + lengths[index] <= capacity:
+                items.append(index)
+                break
+        else:
+            bins.append([index])
+    return [sorted(items) for items in bins]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_first_fit(seed):
+    rng = random.Random(seed)
+    capacity = rng.choice((1, 7, 16, 100, 4096))
+    shortest = rng.choice((0, 1, capacity // 2, capacity))
+    lengths = [rng.randint(shortest, capacity) for _ in range(rng.choice((0, 1, 2, 33, 250)))]
+    bins = first_fit(lengths, capacity)
+    assert bins == first_fit_by_the_book(lengths, capacity)
+    assert sorted(index for items in bins for index in items) == list(range(len(lengths)))
+    assert all(items and sum(lengths[i] for i in items) <= capacity for items in bins)
+
+
+@pytest.mark.parametrize(("lengths", "which"), [([1, 9], r"lengths\[1\] is 9"), ([-1], r"lengths\[0\] is -1")])
+def test_first_fit_refuses_what_fits_nowhere(lengths, which):
+    with pytest.raises(ValueError, match=which):
+        first_fit(lengths, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ no document leaks
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_a_token_changes_its_own_document_and_no_other(collator, device):
+    """Bit for bit, at every position of every document; and what follows in its own document does change."""
+    model = tiny.model("llama", device=device, dtype=DTYPES[0])
+    batch = to(device, COLLATORS[collator](examples()))
+    with torch.no_grad(), interface.record_calls() as calls:
+        before = documents(batch, model(**batch).logits)
+    assert {route for layer in calls.values() for route in layer} == {"documents"}
+    bounds = batch["cu_seq_lens_q"].tolist()
+    for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        position = (end - start) // 3
+        changed = batch | {"input_ids": batch["input_ids"].clone()}
+        token = changed["input_ids"].view(-1)[start + position]
+        token.copy_((token + 7) % 50 + 3)
+        with torch.no_grad():
+            after = documents(batch, model(**changed).logits)
+        for other, (x, y) in enumerate(zip(before, after, strict=True)):
+            if other == number:
+                assert torch.equal(x[:position], y[:position])
+                assert (x[position:] - y[position:]).abs().amax(-1).min() > 1e-3
+            else:
+                assert torch.equal(x, y), f"a token of document {number} changed document {other}"
+
+
+@pytest.mark.parametrize("implementation", ["hf_flash2", "eager", "sdpa"])
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_logits_are_those_of_each_document_alone(collator, implementation, device):
+    batch = to(device, COLLATORS[collator](examples()))
+    model, eager = tiny.model("llama", implementation, device, DTYPES[0]), tiny.model("llama", "eager", device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    inputs = batch if implementation == "hf_flash2" else plain(batch)
+    with torch.no_grad():
+        logits = documents(batch, model(**inputs, use_cache=False).logits)
+        for packed, ids in zip(logits, documents(batch, batch["input_ids"]), strict=True):
+            tiny.assert_as_exact_as_eager(packed, eager(ids[None]).logits[0], exact(ids[None]).logits[0])
+
+
+@pytest.mark.parametrize("given", [{}, {"num_items_in_batch": TARGETS}], ids=["mean", "sum over a given count"])
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_loss_and_gradients_are_the_sum_over_documents(collator, given, device):
+    """Against eager attention, document by document without padding."""
+    batch = to(device, COLLATORS[collator](examples()))
+    assert batch["input_ids"].shape[0] == (3 if collator == "rows" else 1)
+    assert int((batch["labels"] != -100).sum()) == TARGETS
+    ours, eager = tiny.twins("llama", device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    loss = ours.train()(**batch, **given).loss
+    loss.backward()
+    eager_loss, true_loss = one_by_one(eager, backward=True), one_by_one(exact, backward=True)
+    tiny.assert_as_exact_as_eager(loss, eager_loss, true_loss)
+    eager_parameters, true_parameters = dict(eager.named_parameters()), dict(exact.named_parameters())
+    for name, parameter in ours.named_parameters():
+        tiny.assert_as_exact_as_eager(parameter.grad, eager_parameters[name].grad, true_parameters[name].grad, factor=3.0, name=name)
+
+
+def test_trainer(tmp_path):
+    """Three steps on packed rows, with accumulation; the loss evaluated is that of the documents alone, and falls."""
+    model = tiny.model("llama")
+    lengths = [3 + n % 9 for n in range(24)]
+    dataset = examples(lengths)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-3,
+        per_device_eval_batch_size=24, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, data_collator=PackingCollator(WIDTH), train_dataset=dataset, eval_dataset=dataset)
+    expected = one_by_one(model, lengths).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    with interface.record_calls() as calls:
+        trainer.train()
+    assert {route for layer in calls.values() for route in layer} == {"documents"}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert trainer.evaluate()["eval_loss"] < expected
+
+
+# ------------------------------------------------------------------------------------------------------------------------ the batch sampler
+
+
+def random_lengths(count: int, longest: int = 64, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(1, longest) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("window", [1, 16, 1000])
+def test_batches_hold_every_example_once(window, shuffle):
+    lengths = random_lengths(300)
+    sampler = PackingBatchSampler(lengths, 128, shuffle=shuffle, window=window)
+    batches = list(sampler)
+    assert len(sampler) == len(batches)
+    assert sorted(index for batch in batches for index in batch) == list(range(300))
+    assert all(sum(lengths[index] for index in batch) <= 128 for batch in batches)
+    assert sampler.fill == pytest.approx(sum(lengths) / (128 * len(batches)))
+    assert sampler.fill > {1: 0.7, 16: 0.95, 1000: 0.98}[window]
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    lengths = random_lengths(200)
+    sampler = PackingBatchSampler(lengths, 128, window=50)
+    first = list(sampler)
+    random.seed(1), torch.manual_seed(1)
+    assert list(sampler) == first == list(PackingBatchSampler(torch.tensor(lengths), 128, window=50))
+    assert list(PackingBatchSampler(lengths, 128, window=50, seed=3)) != first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first and sorted(map(sorted, second)) != sorted(map(sorted, first))
+    assert len(sampler) == len(second)
+    sampler.set_epoch(0)
+    assert list(sampler) == first and len(sampler) == len(first)
+
+
+def test_what_remains_can_be_dropped():
+    lengths = random_lengths(300)
+    whole, dropped = (list(PackingBatchSampler(lengths, 128, shuffle=False, window=50, drop_last=drop)) for drop in (False, True))
+    assert dropped == whole[:-1]
+    assert list(PackingBatchSampler([], 128)) == list(PackingBatchSampler([5], 128, drop_last=True)) == []
+
+
+def test_sampler_refuses():
+    with pytest.raises(ValueError, match=r"example 1 of the dataset has 9 tokens, expected 1 to max_tokens=8; truncate or split"):
+        PackingBatchSampler([3, 9], 8)
+    with pytest.raises(ValueError, match=r"example 0 of the dataset has 0 tokens, .*; leave empty examples out"):
+        PackingBatchSampler([0], 8)
+    with pytest.raises(ValueError, match="window must be at least 1 example, got 0"):
+        PackingBatchSampler([3], 8, window=0)
+
+
+def test_loader_makes_one_row_of_a_static_shape():
+    dataset = examples([3 + n % 9 for n in range(40)])
+    loader = DataLoader(
+        dataset,
+        batch_sampler=PackingBatchSampler([len(example["input_ids"]) for example in dataset], 32),
+        collate_fn=PackingCollator(32),
+    )
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    assert {tuple(batch["input_ids"].shape) for batch in batches} == {(1, 32)}
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == sum(len(example["input_ids"]) - 1 for example in dataset)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_take_turns_under_accelerate(processes, drop_last):
+    """Every process gets the same number of batches, no two the same ones, and the next epoch has another order by itself."""
+    sampler_of = {"drop_last": drop_last, "window": 50}
+    lengths = random_lengths(301)
+    uneven = next(n for n in range(290, 301) if len(PackingBatchSampler(lengths[:n], 128, **sampler_of)) % processes)
+    whole = PackingBatchSampler(lengths[:uneven], 128, **sampler_of)
+    loaders = [
+        prepare_data_loader(
+            DataLoader(range(uneven), batch_sampler=PackingBatchSampler(lengths[:uneven], 128, **sampler_of), collate_fn=list),
+            num_processes=processes,
+            process_index=rank,
+        )
+        for rank in range(processes)
+    ]
+    for epoch in range(2):
+        whole.set_epoch(epoch)
+        expected = list(whole)
+        rounds = len(expected) // processes if drop_last else -(-len(expected) // processes)
+        shares = [list(loader) for loader in loaders]
+        assert [len(share) for share in shares] == [rounds] * processes
+        taken = [batch for turn in zip(*shares, strict=True) for batch in turn]
+        assert taken == (expected + expected[: processes - 1])[: len(taken)]
