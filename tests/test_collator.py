@@ -11,6 +11,7 @@ from tiny_models import DTYPES
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
+import hf_flash2
 from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, interface
 
 pytestmark = pytest.mark.timeout(120)
@@ -227,14 +228,17 @@ def test_logits_are_those_of_each_document_alone(collator, implementation, devic
 
 
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": TARGETS}], ids=["mean", "sum over a given count"])
+@pytest.mark.parametrize("patched", [False, True], ids=["flag", "patch(packed=True)"])
 @pytest.mark.parametrize("collator", COLLATORS)
-def test_loss_and_gradients_are_the_sum_over_documents(collator, given, device):
+def test_loss_and_gradients_are_the_sum_over_documents(collator, patched, given, device):
     """Against eager attention, document by document without padding."""
     batch = to(device, COLLATORS[collator](examples()))
     assert batch["input_ids"].shape[0] == (3 if collator == "rows" else 1)
     assert int((batch["labels"] != -100).sum()) == TARGETS
     ours, eager = tiny.twins("llama", device, DTYPES[0])
     exact = tiny.eager_in_float32(eager)
+    if patched:
+        hf_flash2.patch(ours, packed=True)
     loss = ours.train()(**batch, **given).loss
     loss.backward()
     eager_loss, true_loss = one_by_one(eager, backward=True), one_by_one(exact, backward=True)
