@@ -71,7 +71,8 @@ class PackingCollator:
         input_ids, labels, position_ids: int64 [R, L]; the positions restart at 0 with each document.
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where each document starts among the R * L tokens, row after row.
         max_length_q, max_length_k: int, the longest document.
-    The same examples always give the same batch.
+    The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
+    looks at only without a cache: call them with use_cache=False (Trainer does). hf_flash2 needs no such care.
 
     Raises:
         ValueError: no tokens, no input_ids, lengths that differ, or an example that is too long, with its place in the batch.
