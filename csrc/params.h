@@ -1,6 +1,6 @@
 // The C ABI of libhf_flash2.so: the data that crosses from Python into the kernels.
 // Plain data, no torch, no CUDA headers. Fields are ordered by size (8-byte fields first, then 4-byte) so that the layout has no holes
-// except at the end; hf_flash2/native.py packs the same layout and the library refuses a struct whose size differs.
+// except at the end; hf_flash2/kernels.py packs the same layout and the library refuses a struct whose size differs.
 // Strides are in elements. "dense" means q [B, Sq, H, D]; "packed" means q [Tq, H, D] with cu_seqlens.
 #pragma once
 #include <stdint.h>

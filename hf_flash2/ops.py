@@ -11,7 +11,7 @@ is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2])
 
 import torch
 
-from . import native, reference
+from . import kernels, native, reference
 
 _library = torch.library.Library("hf_flash2", "DEF")
 
@@ -74,7 +74,7 @@ def _forward_cuda(
         softmax_lse = torch.full(lse_shape, float("inf"), dtype=torch.float32, device=q.device)
     else:
         softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    family = native.forward(
+    family = kernels.forward(
         _kernel_view(q), _kernel_view(k), _kernel_view(v), out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
         max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def _backward_cuda(
     dq = q.new_zeros(q.shape) if _has_gaps(seqlens_q) else q.new_empty(q.shape)
     new_key_gradient = k.new_zeros if _has_gaps(seqlens_k) else k.new_empty
     dk, dv = new_key_gradient(k.shape), new_key_gradient(v.shape)
-    native.backward(
+    kernels.backward(
         _kernel_view(dout), None if dlse is None else dlse.contiguous(),
         _kernel_view(q), _kernel_view(k), _kernel_view(v), out, softmax_lse, dq, dk, dv,
         seqlens_q, seqlens_k, key_mask, rng_state,
