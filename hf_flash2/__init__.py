@@ -8,12 +8,6 @@ README.md has the rest.
 
 import importlib
 
-from . import interface
-from .collator import PackingBatchSampler, PackingCollator, first_fit
-from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
-from .interface import registration_state, set_strict
-from .ops import last_backend
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -32,10 +26,33 @@ __all__ = [
     "verify",
 ]
 
-interface.register()
+
+def _torch_problem() -> str | None:
+    """Why torch cannot be used here and what to do, or None. The package imports all the same, for `hf-flash2 info` and `build`."""
+    try:
+        from torch.library import register_fake  # noqa: F401 - of torch 2.4; nor is it in the empty folder that an uninstall may leave
+    except Exception as error:  # OSError for a missing shared library, and whatever else a broken torch raises
+        return (
+            f"torch cannot be imported ({type(error).__name__}: {error}); install torch 2.4 or newer for this machine: "
+            "https://pytorch.org/get-started"
+        )
+    return None
+
+
+torch_problem = _torch_problem()
+if torch_problem is None:
+    from . import interface
+    from .collator import PackingBatchSampler, PackingCollator, first_fit
+    from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+    from .interface import registration_state, set_strict
+    from .ops import last_backend
+
+    interface.register()
 
 
 def __getattr__(name: str):
+    if torch_problem is not None and name in __all__:
+        raise ImportError(f"hf_flash2.{name} needs torch: {torch_problem}")
     if name in ("patch", "patched", "unpatch", "verify"):  # hf_flash2.patches imports Transformers' models: loaded when asked for
         return getattr(importlib.import_module(".patches", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,12 +8,15 @@ import argparse
 import sys
 from importlib import import_module
 
+from . import torch_problem
+
 COMMANDS = {
     "info": "versions, GPUs, the CUDA library, and which backend runs for which case",
     "build": "compile the CUDA library of this package",
     "parity": "compare hf_flash2 with eager attention and say whether the difference is normal",
     "bench": "time hf_flash2 against eager and SDPA",
 }
+NEED_TORCH = ("parity", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=f"hf-flash2 {name}: {summary}.")
         if argv[:1] == [name]:
+            if name in NEED_TORCH and torch_problem is not None:
+                print(f"hf-flash2 {name} needs torch: {torch_problem}", file=sys.stderr)
+                return 1
             command = import_module(f"hf_flash2.{name}")
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)

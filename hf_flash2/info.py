@@ -1,6 +1,6 @@
 """`hf-flash2 info`: versions, GPUs, the CUDA library, which backend runs for which case and why no better one, state of the registration.
 
-Never fails, on any machine: a section that cannot be read says so in its place.
+Never fails, on any machine: a section that cannot be read says so in its place, and without torch the rest is there.
 """
 
 import argparse
@@ -13,10 +13,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from . import build, native, torch_problem
 
-from . import build, native, support
+if torch_problem is None:
+    import torch
 
+    from . import support
+
+NO_TORCH = "torch cannot be imported"
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
@@ -36,6 +40,7 @@ def collect() -> dict[str, Any]:
     """The whole report as plain data. A section that fails is {"error": its message}."""
     sections: dict[str, Callable[[], Any]] = {
         "versions": _versions,
+        "torch_problem": lambda: torch_problem,
         "gpu": _gpu,
         "library": _library,
         "backends": _backends,
@@ -87,7 +92,7 @@ def _gpu() -> dict[str, Any]:
         )
     return {
         "driver": driver,
-        "torch_cuda": torch.version.cuda,
+        **({} if torch_problem else {"torch_cuda": torch.version.cuda}),
         "devices": devices,
         "none_because": None if devices else _reason_no_device(driver, torch_warnings),
     }
@@ -95,6 +100,8 @@ def _gpu() -> dict[str, Any]:
 
 def _device_count() -> tuple[int, list[str]]:
     """GPUs that torch can use, and what it warned of: why CUDA does not start is said in a warning."""
+    if torch_problem:
+        return 0, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -130,6 +137,8 @@ def _reason_no_device(driver: dict[str, Any] | None, torch_warnings: list[str]) 
     if not driver["gpus"]:
         return f"the NVIDIA driver {driver['version']} is there, but it sees no GPU"
     gpus = ", ".join(driver["gpus"])
+    if torch_problem:
+        return f"{gpus} is there, but {NO_TORCH}"
     if torch.version.cuda is None:
         return f"{gpus} is there, but torch {torch.__version__} is a build without CUDA; install one with CUDA"
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
@@ -151,6 +160,8 @@ def _library() -> dict[str, Any]:
 
 def _backends() -> list[dict[str, str | None]]:
     """One row per case: the backend that runs it, or None, and why it is none better."""
+    if torch_problem:
+        return [_row("any case", None, NO_TORCH)]
     rows = []
     for index in range(_device_count()[0]):
         rows += _cuda_backends(index)
@@ -200,6 +211,8 @@ def _row(case: str, backend: str | None, why: str | None) -> dict[str, str | Non
 
 def _registration() -> dict[str, Any]:
     """Whether Transformers knows attn_implementation="hf_flash2" in this process, and what stands in the way."""
+    if torch_problem:
+        return {"transformers": _installed_version("transformers"), "registered": False, "problems": [NO_TORCH]}
     from . import interface  # here, so that whatever is wrong with Transformers is this section's error and no more
 
     return interface.registration_state()
@@ -210,9 +223,9 @@ def render(report: dict[str, Any]) -> str:
     lines = []
 
     def add(label: str, value: object) -> None:
-        lines.append(f"{label:<14} {value}")
+        lines.append(f"{label:<14} {value}".replace("\n", f"\n{'':<14} "))
 
-    for section in ("versions", "gpu", "library", "backends", "transformers"):
+    for section in _RENDERERS:
         if isinstance(report[section], dict) and set(report[section]) == {"error"}:
             add(section, f"cannot be read: {report[section]['error']}")
         else:
@@ -227,10 +240,16 @@ def _render_versions(versions: dict[str, str | None], add: Callable[[str, object
         add(name, version or "not installed")
 
 
+def _render_torch_problem(problem: str | None, add: Callable[[str, object], None]) -> None:
+    if problem:
+        add("problem", problem)
+
+
 def _render_gpu(gpu: dict[str, Any], add: Callable[[str, object], None]) -> None:
     driver = gpu["driver"]
     add("driver", f"{driver['version']}, CUDA {driver['cuda']}" if driver else "none")
-    add("torch CUDA", gpu["torch_cuda"] or "none (a CPU build of torch)")
+    if "torch_cuda" in gpu:
+        add("torch CUDA", gpu["torch_cuda"] or "none (a CPU build of torch)")
     for device in gpu["devices"]:
         add(
             f"GPU {device['index']}",
@@ -266,6 +285,7 @@ def _render_transformers(state: dict[str, Any], add: Callable[[str, object], Non
 
 _RENDERERS = {
     "versions": _render_versions,
+    "torch_problem": _render_torch_problem,
     "gpu": _render_gpu,
     "library": _render_library,
     "backends": _render_backends,

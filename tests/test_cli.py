@@ -1,6 +1,7 @@
 """The command line: dispatch, exit codes, and `info`, which must work on any machine, broken ones included."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -69,6 +70,84 @@ def test_python_dash_m_runs_info():
     assert report["versions"]["hf_flash2"] == build.package_version()
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert not [name for name, section in report.items() if isinstance(section, dict) and set(section) == {"error"}]
+
+
+# ---- Without torch -----------------------------------------------------------------------------------------------------------------
+
+# What may stand where torch should be: source of torch/__init__.py (None: nothing), what the report quotes of it.
+TORCH_PROBLEMS = {
+    "shared library missing": ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13: cannot open"),
+    "extension broken": ("raise ImportError('Failed to load C extensions:\\n    more')", "ImportError: Failed to load C extensions:"),
+    "too old": (
+        "import types, sys; sys.modules['torch.library'] = library = types.ModuleType('torch.library')",
+        "ImportError: cannot import name",
+    ),
+    "absent": (None, "ModuleNotFoundError: No module named 'torch'"),
+}
+ENTRIES = {"module": ["-m", "hf_flash2"], "console script": ["-c", "import sys; from hf_flash2.cli import main; sys.exit(main())"]}
+
+
+@pytest.fixture(params=TORCH_PROBLEMS)
+def without_torch(request, tmp_path):
+    """(run(*arguments of python), what the import of torch says): processes in which torch cannot be imported."""
+    source, message = TORCH_PROBLEMS[request.param]
+    if source is not None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/__init__.py").write_text(source)
+    hidden = ["-S"] if source is None else []  # no site-packages
+
+    def run(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.run([sys.executable, *hidden, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return run, message
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_info_without_torch(without_torch, entry):
+    run, message = without_torch
+    done = run(*ENTRIES[entry], "info", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert message in report["torch_problem"] and "install torch" in report["torch_problem"]
+    assert report["versions"]["hf_flash2"] == build.package_version()
+    assert report["library"]["path"] and report["gpu"]["devices"] == []
+    assert report["backends"] == [{"case": "any case", "backend": None, "why_not_better": "torch cannot be imported"}]
+    assert report["transformers"]["registered"] is False
+    assert not [name for name, section in report.items() if isinstance(section, dict) and set(section) == {"error"}]
+    text = run(*ENTRIES[entry], "info")
+    assert (text.returncode, text.stderr) == (0, "")
+    assert f"problem        torch cannot be imported ({message}" in text.stdout
+
+
+@pytest.mark.parametrize("command", ["parity", "bench"])
+def test_commands_that_need_torch_say_so_without_it(without_torch, command):
+    run, message = without_torch
+    done = run("-m", "hf_flash2", command)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"hf-flash2 {command} needs torch: torch cannot be imported") and message in done.stderr
+    assert "Traceback" not in done.stderr and "install torch" in done.stderr
+
+
+def test_public_names_without_torch_say_why(without_torch):
+    run, message = without_torch
+    for statement in ("from hf_flash2 import flash_attn_func", "import hf_flash2; hf_flash2.patch", "from hf_flash2 import *"):
+        error = run("-c", statement).stderr.split("\nImportError: ")[-1]
+        assert error.startswith("hf_flash2.") and "needs torch: torch cannot be imported" in error and message in error
+    assert run("-c", "import hf_flash2; assert not hasattr(hf_flash2, 'no_such_name')").returncode == 0
+
+
+def test_library_and_driver_are_reported_without_torch(monkeypatch, capsys, gpu_machine):
+    monkeypatch.setattr(info, "torch_problem", "torch cannot be imported (OSError: planted)")
+    monkeypatch.delattr(info, "torch")
+    report = read_info(capsys)
+    assert report["library"]["toolkit"] == "13.0.88"
+    assert report["gpu"]["driver"] == H200 and report["gpu"]["none_because"] == "NVIDIA H200 is there, but torch cannot be imported"
+    assert cli.main(["info"]) == 0
+    assert "driver         580.95.05, CUDA 13.0" in capsys.readouterr().out
+
+
+# ---- Without a library -------------------------------------------------------------------------------------------------------------
 
 
 def test_info_without_a_library_says_how_to_get_one(no_library, capsys, monkeypatch):
