@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 #include <type_traits>
 
@@ -155,10 +154,6 @@ auto guarded(const F& f) -> decltype(f()) {
     return fail(kErrorCuda, error.what());
   }
 }
-
-}  // namespace
-
-namespace {
 
 // A device attribute, asked of the runtime once per device.
 int device_attribute(cudaDeviceAttr attribute, int device, std::atomic<int> (&known)[64], const char* name) {
