@@ -115,10 +115,16 @@ constexpr bool contains(const char* text, const char* word) {
 }
 constexpr bool kHasSm90 = contains(HF_FLASH2_ARCHS, "sm_90a");
 
-// Why the Hopper forward cannot run this call, or null when it can.
-const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
+// Why the Hopper forward cannot run any call on this device, or null when it can run a plain one.
+const char* reason_not_sm90(int device) {
   if (!kHasSm90) return "it was not built (sm_90a is not among the architectures of this library)";
-  if (compute_capability(p.device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  if (compute_capability(device) != 90) return "it needs a Hopper GPU (compute capability 9.0)";
+  return nullptr;
+}
+
+// The same for this call.
+const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
+  if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
   const bool packed = p.sequences_q.cu_seqlens != nullptr;
   const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;
@@ -128,10 +134,10 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   return nullptr;
 }
 
-HfFlash2Family choose_forward_family(const HfFlash2ForwardParams& p) {
-  if (p.family == kSm80) return kSm80;
-  const char* reason = reason_not_sm90(p);
-  if (reason != nullptr && p.family == kSm90)
+// The family that serves a request for `family`, given the reason why sm90 cannot (null when it can).
+HfFlash2Family choose_family(int family, const char* reason) {
+  if (family == kSm80) return kSm80;
+  if (reason != nullptr && family == kSm90)
     throw LaunchError(kErrorUnsupported, std::string("HF_FLASH2_FAMILY=sm90, but the Hopper family cannot run this: ") + reason);
   return reason == nullptr ? kSm90 : kSm80;
 }
@@ -194,7 +200,7 @@ int hf_flash2_forward(const HfFlash2ForwardParams* params) {
   return guarded([&]() -> int {
     check_forward(*params);
     const DeviceGuard guard(params->device);
-    const HfFlash2Family family = choose_forward_family(*params);
+    const HfFlash2Family family = choose_family(params->family, reason_not_sm90(*params));
     dispatch_head_dim<void>(params->head_dim, [&](auto head_dim) {
       dispatch_dtype(params->dtype, [&](auto dtype) {
         constexpr int kHeadDim = decltype(head_dim)::value;
@@ -206,6 +212,10 @@ int hf_flash2_forward(const HfFlash2ForwardParams* params) {
     });
     return family;
   });
+}
+
+int hf_flash2_forward_family(int device, int family) {
+  return guarded([&]() -> int { return choose_family(family, reason_not_sm90(device)); });
 }
 
 int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params) {

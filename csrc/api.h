@@ -8,6 +8,10 @@
 HF_FLASH2_API int hf_flash2_forward(const HfFlash2ForwardParams* params);
 HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params);
 
+// The family that hf_flash2_forward runs a plain call on (no dropout, no expanded tensors) when the params ask for `family`, kAuto included;
+// negative, as there, when it cannot. `device` has passed hf_flash2_check_device.
+HF_FLASH2_API int hf_flash2_forward_family(int device, int family);
+
 // Device scratch that hf_flash2_backward needs for these params, in bytes (only shapes are read); negative on error.
 HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params);
 

@@ -142,10 +142,8 @@ class Provider:
 
 
 def all_providers(with_eager: bool) -> list[Provider]:
-    """Ours per kernel family of the library, then the rivals."""
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    families = [family for family in native.build_info()["families"] if family != "sm90" or hopper]
-    providers = [Provider(f"{OURS} {family}", ours, family) for family in families]
+    """Ours per kernel family that runs on this GPU, then the rivals."""
+    providers = [Provider(f"{OURS} {family}", ours, family) for family in native.families(torch.cuda.current_device())]
     providers += [Provider(f"{SDPA} {name}", sdpa(backend)) for name, backend in SDPA_BACKENDS.items()]
     return providers + [Provider(EAGER, eager)] * with_eager
 

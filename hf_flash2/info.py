@@ -178,7 +178,10 @@ def _cuda_backends(index: int) -> list[dict[str, str | None]]:
     if reason:
         return [_row(f"{device}, any case", None, reason)]
     library = native.build_info()
-    family, why_not_better = _family_for(torch.cuda.get_device_capability(index), library.get("families", []))
+    try:
+        family, why_not_better = _family_for(index, library["families"])
+    except (native.LibraryError, ValueError) as error:  # HF_FLASH2_FAMILY names what does not run here
+        return [_row(f"{device}, any case", None, str(error))]
     dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in support.CUDA_DTYPES)
     built = [dim for dim in support.KERNEL_HEAD_DIMS if dim in library["head_dims"]]
     served = _row(f"{device}, {dtypes}, head dim up to {max(built)}", f"cuda-{family}", why_not_better)
@@ -193,16 +196,12 @@ def _cuda_backends(index: int) -> list[dict[str, str | None]]:
     return [served, *(_row(case, None, reason) for case, reason in refused.items() if reason)]
 
 
-def _family_for(capability: tuple[int, int], families: list[str]) -> tuple[str, str | None]:
+def _family_for(index: int, families: list[str]) -> tuple[str, str | None]:
     """(kernel family that runs on this GPU, why it is not a better one)."""
-    forced = os.environ.get("HF_FLASH2_FAMILY", "auto")
-    if forced != "auto":
-        return forced, f"HF_FLASH2_FAMILY={forced} forces it"
-    if capability[0] != 9:
-        return "sm80", None
-    if "sm90" in families:
-        return "sm90", None
-    return "sm80", "this library has no Hopper kernels (sm90)"
+    family = f"sm{native.forward_family(index, native.forced_family())}"
+    if native.forced_family():
+        return family, f"HF_FLASH2_FAMILY={family} forces it"
+    return family, None if "sm90" in families else "this library has no Hopper kernels (sm90)"
 
 
 def _row(case: str, backend: str | None, why: str | None) -> dict[str, str | None]:

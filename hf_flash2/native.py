@@ -51,6 +51,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         getattr(lib, name).restype = ctypes.c_int
     lib.hf_flash2_backward_workspace_bytes.argtypes = [ctypes.c_char_p]
     lib.hf_flash2_backward_workspace_bytes.restype = ctypes.c_int64
+    lib.hf_flash2_forward_family.argtypes = [ctypes.c_int, ctypes.c_int]
+    lib.hf_flash2_forward_family.restype = ctypes.c_int
     lib.hf_flash2_check_device.argtypes = [ctypes.c_int]
     lib.hf_flash2_check_device.restype = ctypes.c_int
     lib.hf_flash2_build_info.restype = ctypes.c_char_p
@@ -85,6 +87,29 @@ def forced_family() -> int:
     if name not in FAMILIES:
         raise ValueError(f"HF_FLASH2_FAMILY must be one of {', '.join(FAMILIES)}, got {name!r}")
     return FAMILIES[name]
+
+
+def forward_family(device_index: int, asked: int = FAMILIES["auto"]) -> int:
+    """The kernel family that runs a plain forward (no dropout, no expanded tensors) on this CUDA device when `asked` is asked for.
+
+    Raises NotAvailableError where nothing runs, LibraryError where `asked` does not, each with the library's reason.
+    """
+    check_device(device_index)
+    lib = library()
+    return checked(lib, lib.hf_flash2_forward_family(device_index, asked))
+
+
+def families(device_index: int) -> list[str]:
+    """The kernel families of the library that run on this CUDA device."""
+    return [name for name in build_info()["families"] if _runs(device_index, name)]
+
+
+def _runs(device_index: int, family: str) -> bool:
+    try:
+        forward_family(device_index, FAMILIES[family])
+    except LibraryError:
+        return False
+    return True
 
 
 def checked(lib: ctypes.CDLL, code: int) -> int:

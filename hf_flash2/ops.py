@@ -45,8 +45,8 @@ def expected_backend(device: torch.device) -> str:
         return "cpu-reference"
     if device.type != "cuda":
         raise ValueError(f"attention runs on cuda and cpu, got a tensor or model on {device}; use attn_implementation='sdpa' there")
-    native.check_device(torch.cuda.current_device() if device.index is None else device.index)
-    return f"cuda-sm{native.forced_family() or native.FAMILIES['sm80']}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return f"cuda-sm{native.forward_family(index, native.forced_family())}"
 
 
 def _record(backend: str) -> None:

@@ -41,14 +41,12 @@ NO_FAMILY = "reference"  # what the CPU runs
 
 
 def families() -> list[str]:
-    """The kernel families that the built library offers on this device; the reference backend without a GPU."""
+    """The kernel families that run on this device; the reference backend without a GPU."""
     if DEVICE == "cpu":
         return [NO_FAMILY]
-    if native.reason_unavailable() is not None:
+    if native.reason_unavailable(torch.cuda.current_device()) is not None:
         return ["auto"]  # the tests then fail with the library's reason
-    offered = native.build_info().get("families", ["sm80"])
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return [name for name in offered if name != "sm90" or hopper]
+    return native.families(torch.cuda.current_device())
 
 
 @pytest.fixture(scope="session")

@@ -206,9 +206,9 @@ def gpu_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (properties.major, properties.minor))
     monkeypatch.setattr(native, "reason_unavailable", lambda index=0: machine.reason)
     monkeypatch.setattr(native, "build_info", lambda: machine.built)
+    monkeypatch.setattr(native, "forward_family", lambda index, asked: asked or int(machine.built["families"][-1].removeprefix("sm")))
     monkeypatch.setattr(native, "library_path", lambda: Path(__file__))
     return machine
 
@@ -230,6 +230,20 @@ def test_forced_family_and_narrowed_library_are_shown(gpu_machine, monkeypatch, 
     report = read_info(capsys)
     assert "HF_FLASH2_FAMILY=sm80 forces it" in report["backends"][0]["why_not_better"]
     assert report["environment"]["HF_FLASH2_FAMILY"] == "sm80"
+
+
+def test_a_forced_family_that_is_none_is_shown(gpu_machine, monkeypatch, capsys):
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm42")
+    assert "must be one of auto, sm80, sm90" in read_info(capsys)["backends"][0]["why_not_better"]
+
+
+def test_a_forced_family_that_cannot_run_is_shown(gpu_machine, monkeypatch, capsys):
+    def refuse(index, asked):
+        raise native.LibraryError("it needs a Hopper GPU")
+
+    monkeypatch.setattr(native, "forward_family", refuse)
+    row = read_info(capsys)["backends"][0]
+    assert row == {"case": "cuda:0, any case", "backend": None, "why_not_better": "it needs a Hopper GPU"}
 
 
 @pytest.mark.parametrize(
