@@ -4,13 +4,14 @@ import os
 import time
 
 import pytest
+import stand_in
 import torch
 from cases import Case, Sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, ops, packing, reference
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, ops, packing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -229,14 +230,17 @@ def host_microseconds(call, calls=200, rounds=20) -> float:
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers share the host: a time means something only alone")
 def test_host_cost_of_a_call(device, monkeypatch, capsys):
-    """Checks, dispatch and autograd of one call, the kernel itself apart: 18 us on a 2-core EPYC; the bound is for slow machines."""
+    """Checks, autograd, packing and two new tensors, the launch apart: 13 us on a 2-core EPYC, of which torch takes 5.
+
+    Without a GPU the tensors take the CUDA path all the same, into a library that launches nothing.
+    """
     q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=DTYPE, requires_grad=True) for _ in range(3))
     if device.type == "cpu":
-        lse = torch.empty(1, 2, 8)
-        monkeypatch.setattr(reference, "attention_forward", lambda q, *_: (torch.empty_like(q), torch.empty_like(lse)))
+        stand_in.Library().install(monkeypatch)
+        monkeypatch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
     cost = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
     with torch.no_grad():
         cost_without_grad = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
     with capsys.disabled():
         print(f" host cost of a call: {cost:.1f} us with autograd, {cost_without_grad:.1f} us without ", end="")
-    assert cost < 60
+    assert cost < 40  # for slow machines

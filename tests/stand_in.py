@@ -1,0 +1,69 @@
+"""A stand-in for libhf_flash2.so, for machines without a GPU: answers as api.cpp would and keeps the params that it is called with."""
+
+import ctypes
+import functools
+import json
+import re
+from pathlib import Path
+
+from hf_flash2 import kernels, native
+
+PARAMS_H = Path(__file__).resolve().parents[1] / "csrc/params.h"
+C_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float}
+
+
+def structs() -> dict[str, type[ctypes.Structure]]:
+    """The structs of csrc/params.h by name, pointers as numbers."""
+    types = dict(C_TYPES)
+    for name, body in re.findall(r"typedef struct (\w+) \{(.*?)^\}", PARAMS_H.read_text(), re.MULTILINE | re.DOTALL):
+        fields = re.findall(r"^\s*(?:const )?(\w+)\s*(\*?)\s*(\w+);", body, re.MULTILINE)
+        layout = [(field, ctypes.c_uint64 if star else types[c_type]) for c_type, star, field in fields]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": layout})
+    return types
+
+
+class Library:
+    """As if for a GPU of this compute capability and built with these families."""
+
+    WORKSPACE_BYTES = 512
+
+    def __init__(self, families=("sm80", "sm90"), capability=90):
+        self.families, self.capability, self.error = families, capability, ""
+        self.calls: list[bytes] = []  # the params of every forward and backward
+
+    def install(self, monkeypatch) -> "Library":
+        """Make it what `native` has loaded, and CPU tensors packable for it."""
+        monkeypatch.setattr(native, "library", lambda: self)
+        monkeypatch.setattr(native, "check_device", functools.cache(native.check_device.__wrapped__))
+        monkeypatch.setattr(kernels, "_current_stream", lambda index: 7)
+        return self
+
+    def hf_flash2_forward(self, params: bytes) -> int:
+        self.calls.append(params)
+        return 80
+
+    def hf_flash2_backward(self, params: bytes) -> int:
+        self.calls.append(params)
+        return 80
+
+    def hf_flash2_backward_workspace_bytes(self, params: bytes) -> int:
+        return self.WORKSPACE_BYTES
+
+    def hf_flash2_build_info(self) -> bytes:
+        return json.dumps({"families": self.families}).encode()
+
+    def hf_flash2_check_device(self, index: int) -> int:
+        return 1 if self.capability >= 80 else self._fail("the kernels need 8.0 (Ampere) or newer")
+
+    def hf_flash2_forward_family(self, index: int, asked: int) -> int:
+        hopper = self.capability == 90 and "sm90" in self.families
+        if asked == 90 and not hopper:
+            return self._fail("HF_FLASH2_FAMILY=sm90, but the Hopper family cannot run this")
+        return 80 if asked == 80 or not hopper else 90
+
+    def hf_flash2_last_error(self) -> bytes:
+        return self.error.encode()
+
+    def _fail(self, error: str) -> int:
+        self.error = error
+        return -3
