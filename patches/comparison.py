@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .instance import patched, pretrained_model, unpatch
+from .instance import patch_options, patched, pretrained_model, unpatch
 from .report import PatchReport
 
 # What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
@@ -78,7 +78,8 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     """Run the model on one batch with eager attention and with hf_flash2, and compare both with a higher precision.
 
     Args:
-        model: as for `patch`; patched or not, it is afterwards as it was before. torch.compile wrappers are run uncompiled.
+        model: as for `patch`; patched or not, it is afterwards as it was before. A patched one is verified as it is patched, packed or
+            not. torch.compile wrappers are run uncompiled.
         batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
     Raises:
         ValueError: the model is quantised, so that there is no copy in higher precision to compare with.
@@ -104,7 +105,7 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         # NOTE: most eager attention has a float32 softmax even in a float64 model, where the mask of a row that is all padding overflows.
         eager.set_attn_implementation("sdpa")
         reference = _output(eager, _to_dtype(inputs, reference_dtype))
-    with patched(target) as report:
+    with patched(target, **patch_options(target)) as report:
         before = report.calls
         output = _output(target, inputs)
         idle = _idle_layers(report, before)

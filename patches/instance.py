@@ -101,6 +101,12 @@ def patched(model: nn.Module, *, packed: bool = False, keep_logits: bool = False
             patch(model, **before.options)
 
 
+def patch_options(model: nn.Module) -> dict[str, bool]:
+    """The options that a patched model was patched with; none for one that is not patched."""
+    record = vars(pretrained_model(model)).get(_PATCH)
+    return {} if record is None else dict(record.options)
+
+
 def pretrained_model(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
     for module in model.modules():

@@ -1,6 +1,7 @@
 """patch(model, packed=True): padded in, packed through the decoder, padded out, and everything as on eager attention of a padded batch."""
 
 import copy
+import dataclasses
 
 import pytest
 import small_models
@@ -319,6 +320,16 @@ def test_unpatch_restores_every_attribute(family):
     hf_flash2.patch(model, packed=True)
     hf_flash2.unpatch(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_verify_runs_a_packed_model_packed(monkeypatch):
+    _, model, report = twins("llama")
+    inputs = batch("left")
+    assert hf_flash2.verify(model, inputs).ok
+    assert report.forwards == {"packed": 1}
+    layout = packed._layout
+    monkeypatch.setattr(packed, "_layout", lambda *args: dataclasses.replace(layout(*args), cu_seqlens=torch.tensor([0, 4, 8, 12, 37])))
+    assert not hf_flash2.verify(model, inputs).ok
 
 
 def test_other_options_patch_anew():
