@@ -1,6 +1,8 @@
 // Shared memory and the copies into and out of it.
 #include <string.h>
 
+#include <algorithm>
+
 #include "state.h"
 #include "tensor_map.h"
 

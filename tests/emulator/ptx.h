@@ -229,6 +229,9 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrie
 }
 inline void fence_proxy_async_shared__cta() { proxy_fence(); }
 inline void fence_proxy_async() { proxy_fence(); }
+inline void fence_proxy_async_global() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 inline void elect_sync(uint32_t& lane, bool& elected, uint32_t) {
   collective("elect.sync", nullptr, nullptr);
   lane = 0, elected = current->lane == 0;

@@ -1,4 +1,5 @@
 // The fake CUDA runtime and driver, and the warp product of mma.sync.
+#include <algorithm>
 #include <map>
 #include <string>
 

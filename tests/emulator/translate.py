@@ -98,12 +98,11 @@ def _asm(body: str) -> str:
     labels, statements = [], []
     for piece in ptx.split(";"):
         piece = piece.strip()
-        while scope := re.match(r"[{}]\s*", piece):
-            piece = piece[scope.end() :]
-        if label := re.match(r"(\w+):\s*", piece):
-            labels.append(label[1])
-            statements.append(f"{label[1]}:")
-            piece = piece[label.end() :]
+        while prefix := re.match(r"(?:[{}]|(?P<label>\w+):)\s*", piece):  # braces are scopes here; those of lists never come first
+            if prefix["label"]:
+                labels.append(prefix["label"])
+                statements.append(f"{prefix['label']}:;")
+            piece = piece[prefix.end() :]
         if piece:
             statements.append(_instruction(piece, operands))
     declared = [f"__label__ {label};" for label in labels]
@@ -121,7 +120,7 @@ def _instruction(ptx: str, operands: list[str]) -> str:
         if kind not in types:
             raise TranslationError(f"PTX register type {kind}")
         return f"{types[kind]} {names};"
-    if opcode == "bra":
+    if opcode in ("bra", "bra.uni"):
         return f"{condition}goto {rest.strip()};"
     template_arguments = []
     for pattern, placeholder in _PARAMETRISED:
