@@ -15,6 +15,8 @@ multiprocessors. Objects are kept in the build folder under the hash of what the
 """
 
 import argparse
+import contextlib
+import fcntl
 import fnmatch
 import hashlib
 import importlib.util
@@ -23,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,46 +55,77 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
+def reason_not_buildable() -> str | None:
+    """Why there is no emulator here, or None."""
+    if sys.platform != "linux":
+        return f"the emulator is for Linux, this is {sys.platform}"
+    return None if find_compiler() else "the emulator needs a C++ compiler (CXX, g++ or clang++)"
+
+
 def build(units: tuple[str, ...], folder: Path = DEFAULT_FOLDER, csrc: Path = ROOT / "csrc", jobs: int | None = None) -> Path:
     """Compile the units of csrc/instantiate.py whose names match one of the patterns; returns the path of the library.
 
-    The other dtypes of the same head dims are there in name only: calling one is an error of the library.
+    The other units of the same head dims are there in name only: calling one is an error of the library.
     """
     instantiate = _load(csrc / "instantiate.py")
-    chosen = [unit for unit in instantiate.units() if any(fnmatch.fnmatch(unit.name, pattern) for pattern in units)]
+    chosen = {unit.name for unit in instantiate.units() if any(fnmatch.fnmatch(unit.name, pattern) for pattern in units)}
     if not chosen:
         raise BuildError(f"no unit of csrc/instantiate.py matches {', '.join(units)}")
-    head_dims = sorted({_head_dim(unit.name) for unit in chosen})
-    sources = _translate(csrc, instantiate.headers(), folder / "csrc")
-    defines = [
+    head_dims = sorted(set(map(_head_dim, chosen)))
+    defines = (
         f'-DHF_FLASH2_HEAD_DIMS="{",".join(map(str, head_dims))}"',
         '-DHF_FLASH2_ARCHS="sm_80,sm_90a"',
         '-DHF_FLASH2_VERSION="emulated"',
-    ]
-    jobs_to_do = []
-    for unit in instantiate.units():
-        if _head_dim(unit.name) in head_dims:
-            text = unit.source if unit in chosen else _stub(unit.source, unit.name)
-            arch = unit.family.removeprefix("sm") + "0"
-            source = _write_if_changed(folder / "units" / f"{unit.name}{'' if unit in chosen else '_stub'}.cpp", text)
-            jobs_to_do.append((source, [KERNEL_OPTIMISATION, f"-D__CUDA_ARCH__={arch}"]))
-    jobs_to_do += [(source, [KERNEL_OPTIMISATION, *defines]) for source in sources]
-    jobs_to_do += [(source, [EMULATOR_OPTIMISATION]) for source in sorted(HERE.glob("*.cpp"))]
+    )
+    with _lock(folder):
+        general = _translate_csrc(csrc, instantiate.headers(), folder / "csrc")
+        work = [(source, (KERNEL_OPTIMISATION, *defines)) for source in general]
+        for unit in instantiate.units():
+            if _head_dim(unit.name) in head_dims:
+                text = unit.source if unit.name in chosen else _stub(unit.source, unit.name)
+                source = _write_if_changed(folder / "units" / f"{unit.name}{'' if unit.name in chosen else '_stub'}.cpp", text)
+                work.append((source, (KERNEL_OPTIMISATION, f"-D__CUDA_ARCH__={unit.family.removeprefix('sm')}0")))
+        return _compile_all(work, folder, jobs)
+
+
+def build_file(source: Path, folder: Path = DEFAULT_FOLDER, csrc: Path = ROOT / "csrc") -> Path:
+    """The same for a CUDA file of its own, which may include csrc's headers; returns the path of a library with its functions."""
+    with _lock(folder):
+        _translate_csrc(csrc, _load(csrc / "instantiate.py").headers(), folder / "csrc")
+        translated = _write_if_changed(folder / "units" / f"{source.stem}.cpp", _translate(source.read_text(), str(source)))
+        return _compile_all([(translated, (KERNEL_OPTIMISATION, "-D__CUDA_ARCH__=900"))], folder, None)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One build at a time in a folder, whatever number of test processes want one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile_all(work: list[tuple[Path, tuple[str, ...]]], folder: Path, jobs: int | None) -> Path:
+    """Objects of (source, flags) and of the emulator, linked to one library."""
+    work = [*work, *((source, (EMULATOR_OPTIMISATION,)) for source in sorted(HERE.glob("*.cpp")))]
     includes = [f"-I{HERE / 'include'}", f"-I{folder / 'csrc'}"]
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(lambda job: _compile(job[0], [*FLAGS, *includes, *job[1]], folder / "objects"), jobs_to_do))
+        objects = list(pool.map(lambda job: _compile(job[0], [*FLAGS, *includes, *job[1]], folder / "objects"), work))
     return _link(objects, folder)
 
 
-def _translate(csrc: Path, headers: dict[str, str], target: Path) -> list[Path]:
+def _translate(text: str, name: str) -> str:
+    return _load(HERE / "translate.py").translate(text, name)
+
+
+def _translate_csrc(csrc: Path, headers: dict[str, str], target: Path) -> list[Path]:
     """csrc and its generated headers as plain C++ under `target`; returns what has to be compiled besides the units."""
-    translate = _load(HERE / "translate.py").translate
     texts = {path.relative_to(csrc): path.read_text() for path in csrc.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp")}
     texts |= {Path(name): text for name, text in headers.items()}
     sources = []
     for path, text in texts.items():
         compiled = path.suffix in (".cu", ".cpp")
-        written = _write_if_changed(target / (path.with_suffix(".cpp") if compiled else path), translate(text, f"csrc/{path}"))
+        written = _write_if_changed(target / (path.with_suffix(".cpp") if compiled else path), _translate(text, f"csrc/{path}"))
         if compiled:
             sources.append(written)
     return sorted(sources)

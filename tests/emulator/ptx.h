@@ -42,8 +42,8 @@ std::array<std::remove_const_t<T>, N> values(const std::array<T*, N>& registers)
 
 // ---- Arithmetic ----
 
-template <typename T>
-void setp_ne_b32(bool& predicate, T a, T b) {
+template <typename A, typename B>
+void setp_ne_b32(bool& predicate, A a, B b) {
   predicate = a != b;
 }
 inline void cvt_rn_bf16x2_f32(uint32_t& packed, float high, float low) {
