@@ -26,6 +26,7 @@ def load(path: Path) -> ctypes.CDLL:
     native._declare(library)
     library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
     library.emulator_schedule.restype = None
+    library.emulator_bank_conflicts.restype = ctypes.c_uint64
     return library
 
 

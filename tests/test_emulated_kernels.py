@@ -94,15 +94,33 @@ def test_thread_blocks_that_walk_over_tiles(case, emulate):
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("window", ((-1, 0), (70, 0)))
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_deterministic_results_do_not_depend_on_the_order(family, head_dim, emulate):
+def test_deterministic_results_do_not_depend_on_the_order(family, window, head_dim, emulate):
     """Key blocks that run at once and in any order still add to dq in theirs."""
-    sample = Sample(Case("order", head_dim=head_dim, heads=(4, 2), lengths_q=(300,), causal=True), torch.bfloat16, CPU)
+    sample = Sample(Case("order", head_dim=head_dim, heads=(2, 1), lengths_q=(300,), window=window), torch.bfloat16, CPU)
     expected = emulate(family, sample, deterministic=True)
     for seed in (1, 2, 3):
         actual = emulate(family, sample, seed=seed, resident=3, deterministic=True)
         for name in expected:
             assert torch.equal(actual[name], expected[name]), name
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("window", ((-1, 0), (40, 0)))
+def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
+    """The last key of a row, and the first under a window, on and beside every boundary of key blocks."""
+    lengths_k = (*range(61, 71), *range(101, 111), *range(125, 135))
+    case = Case("limits", heads=(1, 1), lengths_q=(3,) * len(lengths_k), lengths_k=lengths_k, form="packed", window=window)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate(family, sample), sample)
+
+
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+def test_swizzles_are_free_of_bank_conflicts(head_dim, library, emulate):
+    before = library.emulator_bank_conflicts()
+    emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU))
+    assert library.emulator_bank_conflicts() == before
 
 
 def test_refusals_reach_python(library, monkeypatch):

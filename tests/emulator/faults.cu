@@ -25,6 +25,7 @@ enum Fault {
   kNoWgmmaFence,     //
   kNoWgmmaWait,      // accumulators are read at once
   kEarlyRelease,     // B is loaded anew before the product is complete
+  kLeftArrival,      // of one warp at a named barrier that nobody waits at
   kTooManyArrivals,  // at an mbarrier of one
   kMissingArrival,   // of one warp at a named barrier
   kDifferentCounts,  // of threads at one named barrier
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   if (fault != kNoWgmmaWait) wgmma_wait<0>();
   for (int i = 0; i < 32; ++i) arguments.out[(thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
   if (fault == kNoWgmmaWait) wgmma_wait<0>();
+  if (fault == kLeftArrival && thread < 32) named_barrier_arrive(3, 128);
 }
 
 }  // namespace

@@ -21,7 +21,8 @@ dim3 grid_size, block_size;
 
 namespace {
 
-constexpr size_t kStackBytes = 128 * 1024;
+constexpr size_t kStackBytes = 128 * 1024, kUsableStackBytes = kStackBytes - 16 * 2240;
+constexpr uint64_t kStackMark = 0x57ac4e4d;
 
 // One launch. Kept between launches for its stacks and shared memory.
 struct Machine {
@@ -48,18 +49,26 @@ struct Machine {
 };
 Machine machine;
 
+// The ends of the stacks of a block are staggered: at equal offsets their hot parts would share few sets of the caches.
+char* stack_end(const Block& block, size_t thread) { return block.stacks + (thread + 1) * kStackBytes - thread % 16 * 2240; }
+// Its last word, which shows an overflow when the thread ends. Guard pages would be more mappings than a process may have.
+uint64_t& stack_floor(const Block& block, size_t thread) { return *reinterpret_cast<uint64_t*>(block.stacks + thread * kStackBytes); }
+
 void thread_main() {
-  // Kernels take their arguments by reference (translate.py), so any signature of up to two is called alike.
-  reinterpret_cast<void (*)(void*)>(const_cast<void*>(machine.kernel))(machine.arguments == nullptr ? nullptr : machine.arguments[0]);
+  // Kernels take their one argument by reference (translate.py), whatever its type.
+  reinterpret_cast<void (*)(void*)>(const_cast<void*>(machine.kernel))(machine.arguments[0]);
   Fiber& fiber = self();
-  if (fiber.accumulators.size() > 0) fail("the thread ends before its wgmma have completed");
+  if (stack_floor(*fiber.block, fiber.index.x) != kStackMark) fail("the thread needs more than %zu bytes of stack", kUsableStackBytes);
+  if (!fiber.accumulators.empty()) fail("the thread ends before its wgmma have completed");
   finish_copies(fiber);
-  --fiber.block->live;
+  if (--fiber.block->live == 0) {
+    for (int id = 0; id < 16; ++id) {
+      const NamedBarrier& barrier = fiber.block->barriers[id];
+      if (barrier.arrived > 0) fail("the block ends with %d of %d arrivals at barrier %d", barrier.arrived, barrier.threads, id);
+    }
+  }
   wait(Wait::kFinished, 0);
 }
-
-// Stacks of one block. Their ends are staggered: at equal offsets the hot parts would share few sets of the caches.
-char* stack_end(const Block& block, size_t thread) { return block.stacks + (thread + 1) * kStackBytes - thread % 16 * 2240; }
 
 void allocate(Block& block) {
   block.window = static_cast<unsigned char*>(aligned_alloc(1024, kWindowBytes));
@@ -68,7 +77,6 @@ void allocate(Block& block) {
   block.stacks = static_cast<char*>(
       mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (block.window == nullptr || block.stacks == MAP_FAILED) throw std::runtime_error("the emulator got no memory for a thread block");
-  for (int i = 0; i < kMaxThreads; ++i) mprotect(block.stacks + i * kStackBytes, 4096, PROT_NONE);  // an overflow stops here
 }
 
 void start(Block& block, unsigned number, size_t dynamic_bytes) {
@@ -90,7 +98,8 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
     fiber.lane = i % kLanes;
     fiber.warp = i / kLanes;
     fiber.block = &block;
-    make_context(fiber.context, stack_end(block, i), kStackBytes - 48 * 1024, thread_main);
+    make_context(fiber.context, stack_end(block, i), kUsableStackBytes, thread_main);
+    stack_floor(block, i) = kStackMark;
     block.warps[fiber.warp].runnable |= 1u << fiber.lane;
   }
 }
@@ -113,7 +122,8 @@ const char* describe(const Fiber& fiber, char (&text)[160]) {
                static_cast<int>(fiber.wait.what));
       break;
     case Wait::kProducts:
-      snprintf(text, sizeof text, "wgmma number %d, which not all 128 threads have issued", static_cast<int>(fiber.wait.what));
+      snprintf(text, sizeof text, "wgmma number %d, which not all 128 threads have issued",
+               static_cast<int>(block.groups[fiber.wait.where].first));
       break;
     case Wait::kMemory:
       snprintf(text, sizeof text, "a change of the value %d in global memory", static_cast<int>(fiber.wait.what));
@@ -165,8 +175,7 @@ Fiber* runnable() {
   return &machine.warp_block->fibers[(machine.warp - machine.warp_block->warps.data()) * kLanes + lane];
 }
 
-// Something that lets a thread run: a changed value that was polled, or the arrival of a copy.
-bool make_progress() {
+bool notice_changes() {
   bool changed = false;
   for (auto& block : machine.blocks) {
     for (size_t i = 0; i < block_size.x; ++i) {
@@ -178,7 +187,10 @@ bool make_progress() {
       changed = true;
     }
   }
-  if (changed) return true;
+  return changed;
+}
+
+bool land_copy() {
   for (auto& block : machine.blocks) {
     if (block->loads.empty()) continue;
     const size_t count = block->loads.size(), which = schedule.seed == 0 ? 0 : schedule.seed == 1 ? count - 1 : machine.draw() % count;
@@ -189,6 +201,15 @@ bool make_progress() {
   }
   return false;
 }
+
+bool finish_products() {
+  for (auto& block : machine.blocks)
+    if (finish_products(*block)) return true;
+  return false;
+}
+
+// Something that lets a thread run when none can: a changed value that was polled, the arrival of a copy, the end of a product.
+bool make_progress() { return notice_changes() || land_copy() || finish_products(); }
 
 [[noreturn]] void abandon(std::string error) {
   if (current == nullptr) throw std::runtime_error(error);  // between thread blocks

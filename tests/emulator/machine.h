@@ -1,11 +1,12 @@
 // The emulated GPU: thread blocks whose threads are fibers of one CPU thread, their shared memory, and everything they wait for.
 //
 // A fiber runs until it has to wait; then the next one runs, in an order that is the same every time (Schedule). Asynchronous work is done as
-// late as the waits allow: a copy arrives when its waiter asks for it (cp.async, bulk groups) or when nobody else can go on (TMA loads), a
-// wgmma is computed at the wait. Shared memory starts as NaN, and so are the destination of a copy in flight and the accumulators of a pending
+// late as the waits allow: a copy arrives when its waiter asks for it (cp.async, bulk groups) or when nobody can go on (TMA loads), and so a
+// wgmma is computed. Shared memory starts as NaN, and so are the destination of a copy in flight and the accumulators of a pending
 // product: a missing wait is seen in the result. Where the emulator can tell, it says so in words instead and the launch fails:
-//   deadlock (with who waits where) - unwritten or misaligned addresses - reads of shared memory that a copy has yet to fill - wgmma reading
-//   what was written without fence.proxy.async - barriers whose users disagree - more arrivals than a barrier expects.
+//   deadlock (with who waits where) - addresses outside the block's shared memory or misaligned - reads of shared memory that a copy has yet
+//   to fill - writes of what a wgmma has yet to read - wgmma and copies reading what was written without fence.proxy.async - lanes of a warp
+//   in different operations - barriers whose users disagree or that are left half full - more arrivals than a barrier expects.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>
@@ -42,7 +43,7 @@ inline constexpr int kDeviceCount = 3;
 // ---- Launching ----
 
 // Order in which the warps that can run do: 0 ascending, 1 descending (and the newest copy lands first), others a random order of that seed.
-// `resident` thread blocks run at once, started in order.
+// `resident` thread blocks run at once, started in order. Results must not depend on it.
 struct Schedule {
   uint32_t seed = 0;
   int resident = 1;
@@ -92,6 +93,9 @@ enum class Access { kRead, kWrite, kAsyncRead, kAsyncWrite };  // async: by wgmm
 // Checks the access and gives the host address of `bytes` at a shared address.
 unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access);
 void proxy_fence();  // of the running thread
+
+// Pairs of rows of 16 bytes that one ldmatrix or stmatrix found in the same banks, since the library was loaded. Costs time, not results.
+extern uint64_t bank_conflicts;
 
 // ---- Copies ----
 void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t source_bytes);

@@ -8,6 +8,8 @@
 
 namespace emulator {
 
+uint64_t bank_conflicts;
+
 namespace {
 
 constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point format
@@ -30,12 +32,17 @@ void for_granules(Block& block, uint32_t address, uint32_t bytes, const F& f) {
   for (uint32_t i = address / kGranule; i < (address + bytes + kGranule - 1) / kGranule; ++i) f(block.granules[i]);
 }
 
+void check_readers(const Granule& granule, uint32_t address) {
+  if (granule.readers > 0) fail("shared address 0x%x is written while a wgmma that reads it has not been waited for", address);
+}
+
 // The destination of a load: NaN until it arrives, and nobody else's business.
 void start_filling(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment) {
   memset(checked(block, address, bytes, alignment), kPoison, bytes);
   for_granules(block, address, bytes, [&](Granule& granule) {
     if (granule.filling) fail("a copy to shared address 0x%x while another one that fills it is in flight", address);
-    granule = {true, 0, 0};
+    check_readers(granule, address);
+    granule = {true, 0, 0, 0};
   });
 }
 
@@ -139,6 +146,7 @@ unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment
       fail("shared address 0x%x is %s while a copy into it is in flight: a wait is missing", address,
            access == Access::kWrite ? "written" : "read");
     if (access == Access::kWrite) {
+      check_readers(granule, address);
       granule.writer = fiber.index.x + 1;
       granule.writer_epoch = fiber.proxy_epoch;
     } else if (access == Access::kAsyncRead && granule.writer != 0 &&

@@ -106,11 +106,22 @@ struct MatrixAccess {
   uint32_t registers[4];
 };
 
+// The 8 rows of one matrix are read or written at once.
+inline void count_bank_conflicts(void* const (&lanes)[kLanes], int matrix) {
+  uint32_t used = 0;
+  for (int row = 0; row < 8; ++row) {
+    const uint32_t banks = 1u << (static_cast<MatrixAccess*>(lanes[matrix * 8 + row])->address / 16 % 8);
+    bank_conflicts += (used & banks) != 0;
+    used |= banks;
+  }
+}
+
 template <int kCount, bool kTranspose>
 void ldmatrix(const char* name, const std::array<uint32_t*, kCount>& registers, uint32_t address) {
   MatrixAccess access{address, {}};
   collective(name, &access, [](void* const(&lanes)[kLanes]) {
     for (int matrix = 0; matrix < kCount; ++matrix) {
+      count_bank_conflicts(lanes, matrix);
       for (int row = 0; row < 8; ++row) {
         uint16_t elements[8];
         memcpy(elements, shared_bytes(static_cast<MatrixAccess*>(lanes[matrix * 8 + row])->address, 16, 16, Access::kRead), 16);
@@ -144,6 +155,7 @@ void stmatrix(const char* name, uint32_t address, const std::array<T*, kCount>& 
   for (int i = 0; i < kCount; ++i) access.registers[i] = *registers[i];
   collective(name, &access, [](void* const(&lanes)[kLanes]) {
     for (int matrix = 0; matrix < kCount; ++matrix) {
+      count_bank_conflicts(lanes, matrix);
       for (int row = 0; row < 8; ++row) {
         uint16_t elements[8];
         for (int column = 0; column < 8; ++column) {

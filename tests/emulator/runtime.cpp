@@ -123,10 +123,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
-// How the tests choose the order of threads (emulator::Schedule).
+// For the tests: the order of threads (emulator::Schedule), and emulator::bank_conflicts.
 extern "C" __attribute__((visibility("default"))) void emulator_schedule(uint32_t seed, int resident) {
   emulator::schedule = {seed, resident};
 }
+extern "C" __attribute__((visibility("default"))) uint64_t emulator_bank_conflicts() { return emulator::bank_conflicts; }
 
 namespace emulator::ptx {
 

@@ -54,7 +54,7 @@ struct PendingAccumulators {
 struct Wait {
   enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kFinished } kind = kNothing;
   uint64_t where = 0,
-           what = 0;  // barrier: id; mbarrier: address, parity; products: number, the one waited for; memory: address, value seen
+           what = 0;  // barrier: id; mbarrier: address, parity; products: warpgroup, how many have to be done; memory: address, value seen
 };
 
 struct Fiber : Thread {
@@ -87,6 +87,7 @@ struct NamedBarrier {
 // State of one granule of shared memory.
 struct Granule {
   bool filling;           // a copy in flight will write it
+  uint16_t readers;       // wgmma in flight that will read it
   uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
   uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
 };
@@ -114,6 +115,7 @@ void wake(Block& block, Wait::Kind kind, uint64_t where);
 void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes);
 
 void perform(Block& block, const Copy& copy);  // the bytes move now
+bool finish_products(Block& block);            // those that some warpgroup waits for, if any
 void finish_copies(Fiber& fiber);              // at the end of a thread
 void reset_shared_memory(Block& block);
 

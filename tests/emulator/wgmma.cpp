@@ -1,5 +1,5 @@
-// wgmma: products of a warpgroup that run while its threads go on. A product is computed when the first thread waits for it, from shared
-// memory as it is then (so that releasing an operand too early shows), and reaches the registers of each thread at its own wait.
+// wgmma: products of a warpgroup that run while its threads go on. A product is computed when a thread waits for it and nobody else can go
+// on, and reaches the registers of each thread at its wait. Until it is computed, nobody may write the shared memory that it reads.
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 #include <math.h>
 #include <string.h>
@@ -57,11 +57,18 @@ struct Operand {
       for (int piece = 0; piece < pieces; ++piece) f(outer, piece, chunk(outer, piece));
   }
 
-  // matrix[k][i] for i < extent. Reads what is there.
-  void read(const Block& block, int extent, bool bf16, float* matrix) const {
+  // Checks the memory and keeps others from writing it until read().
+  void claim(Block& block, int extent) const {
+    for_chunks(extent, [&](int, int, uint32_t address) {
+      shared_bytes(address, 16, 16, Access::kAsyncRead);
+      ++block.granules[address / kGranule].readers;
+    });
+  }
+
+  // matrix[k][i] for i < extent.
+  void read(Block& block, int extent, bool bf16, float* matrix) const {
     for_chunks(extent, [&](int outer, int piece, uint32_t address) {
-      if (block.granules[address / kGranule].filling)
-        fail("shared address 0x%x is filled anew while a wgmma that reads it has not been waited for", address);
+      --block.granules[address / kGranule].readers;
       uint16_t elements[8];
       memcpy(elements, block.window + address, 16);
       for (int e = 0; e < 8; ++e) {
@@ -73,13 +80,9 @@ struct Operand {
       }
     });
   }
-
-  void check(int extent) const {
-    for_chunks(extent, [](int, int, uint32_t address) { shared_bytes(address, 16, 16, Access::kAsyncRead); });
-  }
 };
 
-void compute(const Block& block, const IssuedProduct& issued) {
+void compute(Block& block, const IssuedProduct& issued) {
   const Product& product = issued.product;
   const int n = product.n;
   static float a[kK * kM], b[kK * 256];  // [k][m], [k][n]
@@ -122,8 +125,8 @@ void wgmma(float* d, const Product& product) {
   if (!fiber.fenced) fail("wgmma without a wgmma.fence since the thread last waited for one");
   const uint64_t number = fiber.products++;
   if (number == group.first + group.products.size()) {  // the first thread to issue it
-    if (product.a_registers == nullptr) Operand(product.a, product.transpose_a).check(kM);
-    Operand(product.b, product.transpose_b).check(product.n);
+    if (product.a_registers == nullptr) Operand(product.a, product.transpose_a).claim(*fiber.block, kM);
+    Operand(product.b, product.transpose_b).claim(*fiber.block, product.n);
     group.products.push_back({product, nullptr, false, 0, {}});
     if (product.a_registers != nullptr) group.products.back().a_registers.resize(kGroupThreads * 4);
   }
@@ -155,7 +158,6 @@ void wgmma(float* d, const Product& product) {
   } else {
     pending->last = number;
   }
-  if (issued.threads == kGroupThreads) wake(*fiber.block, Wait::kProducts, fiber.warp / kWarpsPerGroup);
 }
 
 void wgmma_fence() { self().fenced = true; }
@@ -171,15 +173,7 @@ void wgmma_wait(int pending) {
     done = fiber.product_groups.front();
     fiber.product_groups.pop_front();
   }
-  while (group.first < done) {
-    if (group.products.front().threads < kGroupThreads) {
-      wait(Wait::kProducts, fiber.warp / kWarpsPerGroup, group.first);
-      continue;
-    }
-    compute(*fiber.block, group.products.front());
-    group.products.pop_front();
-    ++group.first;
-  }
+  while (group.first < done) wait(Wait::kProducts, fiber.warp / kWarpsPerGroup, done);
   const int thread = fiber.index.x % kGroupThreads;
   for (size_t p = fiber.accumulators.size(); p-- > 0;) {
     PendingAccumulators& accumulators = fiber.accumulators[p];
@@ -188,6 +182,23 @@ void wgmma_wait(int pending) {
     for (int i = 0; i < chain.n / 2; ++i) accumulators.d[i] = chain.d[row_of(thread, i) * chain.n + column_of(thread, i)];
     fiber.accumulators.erase(fiber.accumulators.begin() + p);
   }
+}
+
+bool finish_products(Block& block) {
+  for (size_t g = 0; g < block.groups.size(); ++g) {
+    uint64_t wanted = UINT64_MAX;  // products below this number, by the thread that waits for the fewest
+    for (size_t i = g * kGroupThreads; i < std::min<size_t>((g + 1) * kGroupThreads, block_size.x); ++i)
+      if (block.fibers[i].wait.kind == Wait::kProducts) wanted = std::min(wanted, block.fibers[i].wait.what);
+    Warpgroup& group = block.groups[g];
+    if (wanted == UINT64_MAX || group.products.empty() || group.products.front().threads < kGroupThreads) continue;
+    for (; group.first < wanted && group.products.front().threads == kGroupThreads; ++group.first) {
+      compute(block, group.products.front());
+      group.products.pop_front();
+    }
+    wake(block, Wait::kProducts, g);
+    return true;
+  }
+  return false;
 }
 
 }  // namespace emulator
