@@ -90,8 +90,8 @@ void* static_shared_base(const char* variable, size_t bytes, size_t alignment);
 uint32_t shared_address(const void* pointer);
 
 enum class Access { kRead, kWrite, kAsyncRead, kAsyncWrite };  // async: by wgmma or the copy engine
-// Checks the access and gives the host address of `bytes` at a shared address.
-unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access);
+// Checks the access, by the running thread or another lane of its warp, and gives the host address of `bytes` at a shared address.
+unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access, int lane = current->lane);
 void proxy_fence();  // of the running thread
 
 // Pairs of rows of 16 bytes that one ldmatrix or stmatrix found in the same banks, since the library was loaded. Costs time, not results.

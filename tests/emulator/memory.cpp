@@ -137,9 +137,9 @@ void reset_shared_memory(Block& block) {
   std::fill(block.granules.begin(), block.granules.end(), Granule{});
 }
 
-unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access) {
-  Fiber& fiber = self();
-  Block& block = *fiber.block;
+unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access, int lane) {
+  Block& block = *self().block;
+  const Fiber& fiber = block.fibers[self().warp * kLanes + lane];
   unsigned char* memory = checked(block, address, bytes, alignment);
   for_granules(block, address, bytes, [&](Granule& granule) {
     if (granule.filling)

@@ -162,11 +162,11 @@ void stmatrix(const char* name, uint32_t address, const std::array<T*, kCount>& 
           const int owner = kTranspose ? column * 4 + row / 2 : row * 4 + column / 2, half = kTranspose ? row % 2 : column % 2;
           elements[column] = static_cast<MatrixAccess*>(lanes[owner])->registers[matrix] >> (16 * half);
         }
-        memcpy(shared_bytes(static_cast<MatrixAccess*>(lanes[matrix * 8 + row])->address, 16, 16, Access::kWrite), elements, 16);
+        const int writer = matrix * 8 + row;
+        memcpy(shared_bytes(static_cast<MatrixAccess*>(lanes[writer])->address, 16, 16, Access::kWrite, writer), elements, 16);
       }
     }
   });
-  // The 8 lanes that gave addresses are not the only writers; each has to fence.
 }
 template <typename T>
 void stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t address, const std::array<T*, 4>& registers) {
