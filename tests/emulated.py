@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_flash2 import native, ops
+from hf_flash2 import kernels, native, ops
 
 HOPPER, A100, SMALL = range(3)  # the devices that the emulator pretends to have
 
 
 class _Packer(struct.Struct):
-    """native._FORWARD with a device index where CPU tensors have none."""
+    """kernels._FORWARD with the emulated device in place of the -1 that CPU tensors give."""
 
     device = HOPPER
 
     def pack(self, *values) -> bytes:
-        return super().pack(*(self.device if value is None else value for value in values))
+        position = self.format.index("i") - 1  # the first int32 field; the format starts with the byte order
+        assert values[position] == -1
+        return super().pack(*values[:position], self.device, *values[position + 1 :])
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -33,13 +35,13 @@ def load(path: Path) -> ctypes.CDLL:
 @contextmanager
 def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
     """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
-    packer = _Packer(native._FORWARD.format)
+    packer = _Packer(kernels._FORWARD.format)
     packer.device = device
     with monkeypatch.context() as patch:
         patch.setattr(native, "library", lambda: library)
         patch.setattr(native, "check_device", lambda index: None)
-        patch.setattr(native, "_current_stream", lambda index: 0)
-        patch.setattr(native, "_FORWARD", packer)
+        patch.setattr(kernels, "_current_stream", lambda index: 0)
+        patch.setattr(kernels, "_FORWARD", packer)
         patch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
         library.emulator_schedule(seed, resident)
         yield

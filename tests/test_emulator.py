@@ -21,7 +21,7 @@ FAULTS = {
     "wrong byte count": "deadlock: block 0: threads 0-127 wait for mbarrier at 0x4400, parity 0",
     "no wgmma fence": "wgmma without a wgmma.fence",
     "no wgmma wait": None,
-    "early release": "is written while a wgmma that reads it has not been waited for",
+    "early release": "is written while a wgmma or copy that reads it has not been waited for",
     "left arrival": "the block ends with 32 of 128 arrivals at barrier 3",
     "too many arrivals": "more arrivals than the 1 of its phase",
     "missing arrival": r"wait for barrier 3 \(96 of 128 threads have arrived\)",

@@ -158,16 +158,18 @@ std::string deadlock_report() {
 }
 
 // The next thread of the warp that ran last, else of the first warp in the order of the schedule that can run; null when none can.
-Fiber* runnable() {
-  if (machine.warp == nullptr || machine.warp->runnable == 0) {
-    const size_t warps_per_block = (block_size.x + kLanes - 1) / kLanes, count = machine.blocks.size() * warps_per_block;
+// `after` runs only if no other warp can.
+Fiber* runnable(const Warp* after = nullptr) {
+  if (after != nullptr || machine.warp == nullptr || machine.warp->runnable == 0) {
+    const size_t warps_per_block = block_size.x / kLanes, count = machine.blocks.size() * warps_per_block;
     const size_t offset = schedule.seed > 1 ? machine.draw() % count : 0;
     machine.warp = nullptr;
-    for (size_t i = 0; i < count && machine.warp == nullptr; ++i) {
+    for (size_t i = 0; i < count; ++i) {
       const size_t position = schedule.seed == 1 ? count - 1 - i : (i + offset) % count;
       Block& block = *machine.blocks[position / warps_per_block];
       Warp& warp = block.warps[position % warps_per_block];
-      if (warp.runnable != 0) machine.warp = &warp, machine.warp_block = &block;
+      if (warp.runnable == 0 || (machine.warp != nullptr && machine.warp != after)) continue;
+      machine.warp = &warp, machine.warp_block = &block;
     }
     if (machine.warp == nullptr) return nullptr;
   }
@@ -254,6 +256,15 @@ void wait(Wait::Kind kind, uint64_t where, uint64_t what) {
   switch_context(from.context, to.context);
 }
 
+void let_others_run() {
+  if (schedule.seed == 0 || (schedule.seed > 1 && machine.draw() % 2 == 0)) return;
+  Fiber& from = self();
+  Fiber& to = *runnable(&from.block->warps[from.warp]);
+  if (&to == &from) return;
+  current = &to;
+  switch_context(from.context, to.context);
+}
+
 void wake(Block& block, Wait::Kind kind, uint64_t where) {
   for (size_t i = 0; i < block_size.x; ++i) {
     Fiber& fiber = block.fibers[i];
@@ -332,7 +343,10 @@ bool arrive(NamedBarrier& barrier, int id, int threads) {
 
 }  // namespace
 
-void barrier_arrive(int id, int threads) { arrive(self().block->barriers[id & 15], id, threads); }
+void barrier_arrive(int id, int threads) {
+  arrive(self().block->barriers[id & 15], id, threads);
+  let_others_run();
+}
 
 void barrier_sync(int id, int threads) {
   if (!arrive(self().block->barriers[id & 15], id, threads)) wait(Wait::kBarrier, id);
@@ -388,6 +402,7 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   if (barrier.pending == 0) fail("mbarrier at 0x%x: more arrivals than the %d of its phase", address, static_cast<int>(barrier.count));
   barrier.pending -= 1;
   complete_if_done(*self().block, barrier, address);
+  let_others_run();
 }
 
 bool mbarrier_completed(uint32_t address, uint32_t parity) { return mbarrier_at(*self().block, address).phase != (parity & 1); }

@@ -42,8 +42,8 @@ inline constexpr int kDeviceCount = 3;
 
 // ---- Launching ----
 
-// Order in which the warps that can run do: 0 ascending, 1 descending (and the newest copy lands first), others a random order of that seed.
-// `resident` thread blocks run at once, started in order. Results must not depend on it.
+// Order in which the warps that can run do. 0: ascending, and a thread goes on until it has to wait; 1: descending, the newest copy lands
+// first, and who has told others to go on (an arrival) lets them; more: random, that being the seed. `resident` thread blocks run at once, started in order. Results must not depend on it.
 struct Schedule {
   uint32_t seed = 0;
   int resident = 1;
@@ -80,6 +80,9 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_expect(uint32_t address, uint32_t bytes);
 bool mbarrier_completed(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
+
+// After telling others to go on without waiting for them: whether they do before this thread is up to the schedule.
+void let_others_run();
 
 // Waits until *address differs from `value` if this thread has seen `value` there before: how spinning ends up in the deadlock check.
 void wait_for_change(const int32_t* address);

@@ -33,7 +33,7 @@ void for_granules(Block& block, uint32_t address, uint32_t bytes, const F& f) {
 }
 
 void check_readers(const Granule& granule, uint32_t address) {
-  if (granule.readers > 0) fail("shared address 0x%x is written while a wgmma that reads it has not been waited for", address);
+  if (granule.readers > 0) fail("shared address 0x%x is written while a wgmma or copy that reads it has not been waited for", address);
 }
 
 // The destination of a load: NaN until it arrives, and nobody else's business.
@@ -44,6 +44,16 @@ void start_filling(Block& block, uint32_t address, uint32_t bytes, uint32_t alig
     check_readers(granule, address);
     granule = {true, 0, 0, 0};
   });
+}
+
+// The source of a store: nobody may write it until it has been read.
+void start_reading(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment) {
+  shared_bytes(address, bytes, alignment, Access::kAsyncRead);
+  for_granules(block, address, bytes, [](Granule& granule) { ++granule.readers; });
+}
+
+void end_reading(Block& block, uint32_t address, uint32_t bytes) {
+  for_granules(block, address, bytes, [](Granule& granule) { --granule.readers; });
 }
 
 void end_filling(Block& block, uint32_t address, uint32_t bytes) {
@@ -190,6 +200,7 @@ void perform(Block& block, const Copy& copy) {
         else
           memcpy(element, block.window + address, map.element_bytes);
       });
+      end_reading(block, copy.shared, copy.bytes);
       break;
     }
     case Copy::kBulkLoad:
@@ -199,10 +210,12 @@ void perform(Block& block, const Copy& copy) {
       break;
     case Copy::kBulkStore:
       memcpy(const_cast<void*>(copy.host), shared, copy.bytes);
+      end_reading(block, copy.shared, copy.bytes);
       break;
     case Copy::kBulkAddFloats: {
       auto* destination = static_cast<unsigned char*>(const_cast<void*>(copy.host));
       for (uint32_t i = 0; i < copy.bytes; i += 4) add<float>(destination + i, shared + i);
+      end_reading(block, copy.shared, copy.bytes);
       break;
     }
   }
@@ -252,14 +265,14 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {
   const Copy copy = tensor_copy(add ? Copy::kTensorAdd : Copy::kTensorStore, source, map, 0, coordinates, rank);
-  shared_bytes(source, copy.bytes, 128, Access::kAsyncRead);
+  start_reading(*self().block, source, copy.bytes, 128);
   self().bulk_copies.push_back(copy);
 }
 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, bool add_floats) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
     fail("cp.async.bulk: address and size must be multiples of 16 bytes");
-  shared_bytes(source, bytes, 16, Access::kAsyncRead);
+  start_reading(*self().block, source, bytes, 16);
   self().bulk_copies.push_back({add_floats ? Copy::kBulkAddFloats : Copy::kBulkStore, source, destination, bytes, 0, 0, {}});
 }
 

@@ -64,7 +64,10 @@ inline void ld_acquire_gpu_global_s32(int& value, const int* address) {
   wait_for_change(address);
   value = *address;
 }
-inline void red_release_gpu_global_add_s32(int* address, int value) { *address += value; }
+inline void red_release_gpu_global_add_s32(int* address, int value) {
+  *address += value;
+  let_others_run();
+}
 template <typename T>
 void red_global_add_v4_f32(float* address, const std::array<T*, 4>& x) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) fail("red.v4.f32 at an address that is not a multiple of 16");

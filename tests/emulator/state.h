@@ -87,7 +87,7 @@ struct NamedBarrier {
 // State of one granule of shared memory.
 struct Granule {
   bool filling;           // a copy in flight will write it
-  uint16_t readers;       // wgmma in flight that will read it
+  uint16_t readers;       // wgmma and stores in flight that will read it
   uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
   uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
 };
