@@ -158,18 +158,16 @@ std::string deadlock_report() {
 }
 
 // The next thread of the warp that ran last, else of the first warp in the order of the schedule that can run; null when none can.
-// `after` runs only if no other warp can.
-Fiber* runnable(const Warp* after = nullptr) {
-  if (after != nullptr || machine.warp == nullptr || machine.warp->runnable == 0) {
+Fiber* runnable() {
+  if (machine.warp == nullptr || machine.warp->runnable == 0) {
     const size_t warps_per_block = block_size.x / kLanes, count = machine.blocks.size() * warps_per_block;
     const size_t offset = schedule.seed > 1 ? machine.draw() % count : 0;
     machine.warp = nullptr;
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < count && machine.warp == nullptr; ++i) {
       const size_t position = schedule.seed == 1 ? count - 1 - i : (i + offset) % count;
       Block& block = *machine.blocks[position / warps_per_block];
       Warp& warp = block.warps[position % warps_per_block];
-      if (warp.runnable == 0 || (machine.warp != nullptr && machine.warp != after)) continue;
-      machine.warp = &warp, machine.warp_block = &block;
+      if (warp.runnable != 0) machine.warp = &warp, machine.warp_block = &block;
     }
     if (machine.warp == nullptr) return nullptr;
   }
@@ -177,19 +175,30 @@ Fiber* runnable(const Warp* after = nullptr) {
   return &machine.warp_block->fibers[(machine.warp - machine.warp_block->warps.data()) * kLanes + lane];
 }
 
-bool notice_changes() {
-  bool changed = false;
+// Wakes the threads whose wait satisfies done(wait); whether there were any.
+template <typename F>
+bool wake_if(const F& done) {
+  bool any = false;
   for (auto& block : machine.blocks) {
     for (size_t i = 0; i < block_size.x; ++i) {
       Fiber& fiber = block->fibers[i];
-      if (fiber.wait.kind != Wait::kMemory || *reinterpret_cast<const int32_t*>(fiber.wait.where) == static_cast<int32_t>(fiber.wait.what))
-        continue;
+      if (!done(fiber.wait)) continue;
       fiber.wait.kind = Wait::kNothing;
       block->warps[fiber.warp].runnable |= 1u << fiber.lane;
-      changed = true;
+      any = true;
     }
   }
-  return changed;
+  return any;
+}
+
+bool notice_changes() {
+  return wake_if([](const Wait& wait) {
+    return wait.kind == Wait::kMemory && *reinterpret_cast<const int32_t*>(wait.where) != static_cast<int32_t>(wait.what);
+  });
+}
+
+bool end_courtesy() {
+  return wake_if([](const Wait& wait) { return wait.kind == Wait::kOthers; });
 }
 
 bool land_copy() {
@@ -210,8 +219,9 @@ bool finish_products() {
   return false;
 }
 
-// Something that lets a thread run when none can: a changed value that was polled, the arrival of a copy, the end of a product.
-bool make_progress() { return notice_changes() || land_copy() || finish_products(); }
+// Something that lets a thread run when none can: a changed value that was polled, the arrival of a copy, the end of a product; and at last
+// those go on who only let others run.
+bool make_progress() { return notice_changes() || land_copy() || finish_products() || end_courtesy(); }
 
 [[noreturn]] void abandon(std::string error) {
   if (current == nullptr) throw std::runtime_error(error);  // between thread blocks
@@ -257,12 +267,7 @@ void wait(Wait::Kind kind, uint64_t where, uint64_t what) {
 }
 
 void let_others_run() {
-  if (schedule.seed == 0 || (schedule.seed > 1 && machine.draw() % 2 == 0)) return;
-  Fiber& from = self();
-  Fiber& to = *runnable(&from.block->warps[from.warp]);
-  if (&to == &from) return;
-  current = &to;
-  switch_context(from.context, to.context);
+  if (schedule.seed == 1 || (schedule.seed > 1 && machine.draw() % 2 == 0)) wait(Wait::kOthers, 0);
 }
 
 void wake(Block& block, Wait::Kind kind, uint64_t where) {

@@ -5,8 +5,11 @@
 // wgmma is computed. Shared memory starts as NaN, and so are the destination of a copy in flight and the accumulators of a pending
 // product: a missing wait is seen in the result. Where the emulator can tell, it says so in words instead and the launch fails:
 //   deadlock (with who waits where) - addresses outside the block's shared memory or misaligned - reads of shared memory that a copy has yet
-//   to fill - writes of what a wgmma has yet to read - wgmma and copies reading what was written without fence.proxy.async - lanes of a warp
-//   in different operations - barriers whose users disagree or that are left half full - more arrivals than a barrier expects.
+//   to fill - writes of what a wgmma or store has yet to read - wgmma and copies reading what was written without fence.proxy.async - wgmma
+//   without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half full - more arrivals
+//   than a barrier expects.
+// Not emulated: the memory model beyond that (acquire, release, fences of global memory), register limits, clusters, operations of part of a
+// warp, wgmma operands without swizzle, time.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>
@@ -43,7 +46,7 @@ inline constexpr int kDeviceCount = 3;
 // ---- Launching ----
 
 // Order in which the warps that can run do. 0: ascending, and a thread goes on until it has to wait; 1: descending, the newest copy lands
-// first, and who has told others to go on (an arrival) lets them; more: random, that being the seed. `resident` thread blocks run at once, started in order. Results must not depend on it.
+// first, and who has told others to go on (an arrival) waits until they can no longer; more: random, that being the seed. `resident` thread blocks run at once, started in order. Results must not depend on it.
 struct Schedule {
   uint32_t seed = 0;
   int resident = 1;

@@ -51,17 +51,18 @@ struct PendingAccumulators {
   uint64_t last;  // number of the last product that adds to them
 };
 
+// Of barriers `where` is the id, of mbarriers the address (`what`: the parity), of products the warpgroup (how many have to be done), of memory
+// the address (the value that was there).
 struct Wait {
-  enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kFinished } kind = kNothing;
-  uint64_t where = 0,
-           what = 0;  // barrier: id; mbarrier: address, parity; products: warpgroup, how many have to be done; memory: address, value seen
+  enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kOthers, kFinished } kind = kNothing;
+  uint64_t where = 0, what = 0;
 };
 
 struct Fiber : Thread {
   Context context;
   Block* block;
   Wait wait;
-  Wait seen;  // the last value read by wait_for_change
+  Wait seen;  // what wait_for_change read last
   uint32_t proxy_epoch;
   std::vector<Copy> copies;  // cp.async of the group that is open
   std::deque<std::vector<Copy>> copy_groups;
