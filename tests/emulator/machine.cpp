@@ -201,27 +201,32 @@ bool end_courtesy() {
   return wake_if([](const Wait& wait) { return wait.kind == Wait::kOthers; });
 }
 
-bool land_copy() {
-  for (auto& block : machine.blocks) {
-    if (block->loads.empty()) continue;
-    const size_t count = block->loads.size(), which = schedule.seed == 0 ? 0 : schedule.seed == 1 ? count - 1 : machine.draw() % count;
-    const Copy copy = block->loads[which];
-    block->loads.erase(block->loads.begin() + which);
-    perform(*block, copy);
-    return true;
-  }
+// Which of `count` things that may happen comes first: the oldest, the newest, any.
+size_t choose(size_t count) { return schedule.seed == 0 ? 0 : schedule.seed == 1 ? count - 1 : machine.draw() % count; }
+
+// Calls f(block) for the blocks in the order of the schedule until it returns true; whether it did.
+template <typename F>
+bool any_block(const F& f) {
+  const size_t count = machine.blocks.size(), first = choose(count);
+  for (size_t i = 0; i < count; ++i)
+    if (f(*machine.blocks[schedule.seed == 1 ? first - i : (first + i) % count])) return true;
   return false;
 }
 
-bool finish_products() {
-  for (auto& block : machine.blocks)
-    if (finish_products(*block)) return true;
-  return false;
+bool land_copy() {
+  return any_block([](Block& block) {
+    if (block.loads.empty()) return false;
+    const auto which = block.loads.begin() + choose(block.loads.size());
+    const Copy copy = *which;
+    block.loads.erase(which);
+    perform(block, copy);
+    return true;
+  });
 }
 
 // Something that lets a thread run when none can: a changed value that was polled, the arrival of a copy, the end of a product; and at last
 // those go on who only let others run.
-bool make_progress() { return notice_changes() || land_copy() || finish_products() || end_courtesy(); }
+bool make_progress() { return notice_changes() || land_copy() || any_block(finish_products) || end_courtesy(); }
 
 [[noreturn]] void abandon(std::string error) {
   if (current == nullptr) throw std::runtime_error(error);  // between thread blocks
