@@ -1,0 +1,47 @@
+"""The emulated library behind the package's own calls: CPU tensors run the CUDA kernels of csrc, thread by thread, in tests/emulator."""
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_flash2 import kernels, native, ops
+
+HOPPER, A100, SMALL = range(3)  # the devices that the emulator pretends to have
+
+
+class _Packer(struct.Struct):
+    """kernels._FORWARD with the emulated device in place of the -1 that CPU tensors give."""
+
+    device = HOPPER
+
+    def pack(self, *values) -> bytes:
+        position = self.format.index("i") - 1  # the first int32 field; the format starts with the byte order
+        assert values[position] == -1
+        return super().pack(*values[:position], self.device, *values[position + 1 :])
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The emulated library, its functions declared."""
+    library = ctypes.CDLL(str(path))
+    native._declare(library)
+    library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
+    library.emulator_schedule.restype = None
+    library.emulator_bank_conflicts.restype = ctypes.c_uint64
+    return library
+
+
+@contextmanager
+def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
+    """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
+    packer = _Packer(kernels._FORWARD.format)
+    packer.device = device
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: library)
+        patch.setattr(native, "check_device", lambda index: None)
+        patch.setattr(kernels, "_current_stream", lambda index: 0)
+        patch.setattr(kernels, "_FORWARD", packer)
+        patch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
+        library.emulator_schedule(seed, resident)
+        yield

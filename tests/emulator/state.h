@@ -1,0 +1,123 @@
+// What the parts of the emulator (machine.cpp, memory.cpp, wgmma.cpp) share: the state of a thread, a warp and a thread block.
+#pragma once
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fiber.h"
+#include "machine.h"
+
+namespace emulator {
+
+struct Block;
+
+// A copy whose bytes have not moved yet.
+struct Copy {
+  enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats } kind;
+  uint32_t shared;   // address
+  const void* host;  // address, or the tensor map
+  uint32_t bytes;
+  uint32_t valid_bytes;  // cp.async: the rest is zero
+  uint32_t mbarrier;     // of loads by the copy engine
+  std::array<int, 5> coordinates;
+};
+
+// Accumulators of the 128 threads of a warpgroup between the first product that uses them and the wait that completes the last.
+struct Chain {
+  int n;
+  std::vector<float> d;  // 64 x n
+};
+
+struct IssuedProduct {
+  Product product;
+  std::shared_ptr<Chain> chain;
+  bool starts_chain;
+  int threads;                        // that have issued it
+  std::vector<uint32_t> a_registers;  // 128 x 4
+};
+
+struct Warpgroup {
+  std::deque<IssuedProduct> products;
+  uint64_t first = 0;  // number of products.front(): older ones are computed
+};
+
+struct PendingAccumulators {
+  float* d;
+  std::shared_ptr<Chain> chain;
+  uint64_t last;  // number of the last product that adds to them
+};
+
+// Of barriers `where` is the id, of mbarriers the address (`what`: the parity), of products the warpgroup (how many have to be done), of memory
+// the address (the value that was there).
+struct Wait {
+  enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kOthers, kFinished } kind = kNothing;
+  uint64_t where = 0, what = 0;
+};
+
+struct Fiber : Thread {
+  Context context;
+  Block* block;
+  Wait wait;
+  Wait seen;  // what wait_for_change read last
+  uint32_t proxy_epoch;
+  std::vector<Copy> copies;  // cp.async of the group that is open
+  std::deque<std::vector<Copy>> copy_groups;
+  std::vector<Copy> bulk_copies;  // stores by the copy engine, likewise
+  std::deque<std::vector<Copy>> bulk_groups;
+  uint64_t products;                    // issued
+  std::deque<uint64_t> product_groups;  // products issued when each pending group was closed
+  bool fenced;                          // wgmma.fence since the last wait
+  std::vector<PendingAccumulators> accumulators;
+};
+
+struct Warp {
+  uint32_t runnable, arrived;
+  const char* operation;  // what the arrived lanes wait to do together
+  void* arguments[kLanes];
+};
+
+struct NamedBarrier {
+  int arrived = 0, threads = 0;
+  uint64_t generation = 0;
+};
+
+// State of one granule of shared memory.
+struct Granule {
+  bool filling;           // a copy in flight will write it
+  uint16_t readers;       // wgmma and stores in flight that will read it
+  uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
+  uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
+};
+
+struct Block {
+  uint3 index;
+  int live;  // threads that have not finished
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::array<NamedBarrier, 16> barriers;
+  std::vector<Warpgroup> groups;
+  unsigned char* window = nullptr;  // kWindowBytes of shared memory
+  char* stacks = nullptr;           // of all threads
+  std::vector<Granule> granules;
+  uint32_t dynamic_bytes, static_bytes;
+  std::map<std::string, uint32_t> static_variables;
+  std::vector<Copy> loads;  // in flight
+};
+
+inline Fiber& self() { return *static_cast<Fiber*>(current); }
+
+void wait(Wait::Kind kind, uint64_t where, uint64_t what = 0);  // until woken
+void wake(Block& block, Wait::Kind kind, uint64_t where);
+
+void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes);
+
+void perform(Block& block, const Copy& copy);  // the bytes move now
+bool finish_products(Block& block);            // those that some warpgroup waits for, if any
+void finish_copies(Fiber& fiber);              // at the end of a thread
+void reset_shared_memory(Block& block);
+
+}  // namespace emulator

@@ -1,0 +1,142 @@
+"""The CUDA kernels themselves, on the CPU: csrc in the emulator (tests/emulator) against the textbook formula, by the rule of
+test_kernels.py.
+
+What a machine without a GPU can say about a kernel: index arithmetic, fragment layouts, swizzles, masks, ranges, the barrier protocol. It
+says nothing about speed, nor about what the hardware does that the emulator does not know. Every run has its own order of warps and number
+of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is not too long (3 minutes) in place of a sample of it.
+"""
+
+import os
+import zlib
+
+import emulated
+import pytest
+import torch
+from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample
+from emulator import build
+from test_kernels import compare, peek_rng_state
+
+from hf_flash2 import flash_attn_func, last_backend, native
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable())),
+]
+
+UNITS = ("*_bf16", "*_hdim64_fp16")
+LONGEST = 60e6  # scores * head dim of a case
+EVERY = {"sm80": 9, "sm90": 4}  # of the table; mma.sync has 30 times as many warp operations to emulate as wgmma
+CPU = torch.device("cpu")
+
+
+def problems() -> list[tuple[str, Case]]:
+    chosen = []
+    for family, every in EVERY.items():
+        cases = [case for case in CASES if case.scores * case.head_dim < LONGEST and not (family == "sm90" and case.beyond_hopper)]
+        sample = [case for case in cases if case.group != "long"][::every]
+        sample += [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300) and case not in sample]
+        chosen += [(family, case) for case in (cases if os.environ.get("HF_FLASH2_EMULATE") == "all" else sample)]
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def library():
+    return emulated.load(build.build(UNITS))
+
+
+@pytest.fixture
+def emulate(library, monkeypatch):
+    """Call with a family and a sample: out, lse, dq, dk, dv of the emulated kernels."""
+
+    def run(family: str, sample: Sample, device: int = emulated.HOPPER, seed: int = 0, resident: int = 1, **overrides):
+        monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+        with emulated.running(monkeypatch, library, device, seed, resident):
+            actual = sample.actual(**overrides)
+        assert last_backend() == f"cuda-{family}"
+        return actual
+
+    return run
+
+
+def check(actual: dict, sample: Sample, keep: torch.Tensor | None = None, with_dlse: bool = False) -> None:
+    truth, eager = sample.expected(torch.float64, keep, with_dlse), sample.expected(sample.dtype, keep, with_dlse)
+    compare(actual, truth, eager, sample.dtype, sample.sum_sizes())
+
+
+@pytest.mark.parametrize(("family", "case"), problems(), ids=lambda value: value.id if isinstance(value, Case) else value)
+def test_forward_and_backward(family, case, emulate):
+    sample = Sample(case, torch.bfloat16, CPU)
+    keep = sample.dropout_keep(peek_rng_state(CPU, seed=7)) if case.dropout_p else None
+    order = zlib.crc32(case.id.encode())
+    check(emulate(family, sample, seed=order % 5, resident=1 + order % 3), sample, keep)
+
+
+@pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+def test_tiles_of_smaller_gpus(head_dim, device, emulate):
+    sample = Sample(Case("tiles", head_dim=head_dim, heads=(2, 1), lengths_q=(150,), lengths_k=(170,), causal=True), torch.bfloat16, CPU)
+    check(emulate("sm80", sample, device), sample)
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
+def test_half_precision_and_gradient_of_lse(family, form, emulate):
+    sample = Sample(Case("half", head_dim=56, lengths_q=(70, 70), form=form, padding="left", causal=True), torch.float16, CPU)
+    check(emulate(family, sample, with_dlse=True), sample, with_dlse=True)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("walk", heads=(3, 1), lengths_q=(420,), causal=causal) for causal in (False, True)], ids=lambda c: c.id
+)
+def test_thread_blocks_that_walk_over_tiles(case, emulate):
+    """The Hopper forward of dense inputs has one thread block a multiprocessor: here 3 blocks for 12 or 9 query blocks."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=3), sample)
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("window", ((-1, 0), (200, 0)))
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_deterministic_results_do_not_depend_on_the_order(family, window, head_dim, library, monkeypatch):
+    """Key blocks that run at once and in any order still add to dq in theirs. Asked not to, they do not."""
+    q, k, v, dout = (torch.randn(1, 450, heads, head_dim).to(torch.bfloat16) for heads in (2, 1, 1, 2))
+    k += 64  # changes no probability, but what key blocks add is large and cancels: the order shows in the last bits of dq
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+
+    def results(seed: int, resident: int, deterministic: bool) -> tuple[torch.Tensor, ...]:
+        with emulated.running(monkeypatch, library, seed=seed, resident=resident):
+            out = flash_attn_func(q, k, v, window_size=window, deterministic=deterministic)
+            return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    expected = results(seed=0, resident=1, deterministic=True)
+    for seed in (1, 2, 3):
+        assert all(map(torch.equal, results(seed, 4, deterministic=True), expected))
+    assert not torch.equal(results(1, 4, deterministic=False)[1], expected[1])
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("window", ((-1, 0), (40, 0)))
+def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
+    """The last key of a row, and the first under a window, on and beside every boundary of key blocks."""
+    lengths_k = (*range(61, 71), *range(101, 111), *range(125, 135))
+    case = Case("limits", heads=(1, 1), lengths_q=(3,) * len(lengths_k), lengths_k=lengths_k, form="packed", window=window)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate(family, sample), sample)
+
+
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+def test_swizzles_are_free_of_bank_conflicts(head_dim, library, emulate):
+    before = library.emulator_bank_conflicts()
+    emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU))
+    assert library.emulator_bank_conflicts() == before
+
+
+def test_refusals_reach_python(library, monkeypatch):
+    """What the library itself checks, through the same path as on a GPU."""
+    q = torch.randn(1, 20, 2, 64, dtype=torch.bfloat16)
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+    with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout"):
+        flash_attn_func(q, q, q, dropout_p=0.1)
+    with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):
+        flash_attn_func(q, q, q)

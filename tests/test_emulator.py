@@ -1,0 +1,87 @@
+"""The emulator notices what test_emulated_kernels.py counts on it to notice: one kernel (tests/emulator/faults.cu), each time with another
+fault. And csrc is translated as it should be.
+"""
+
+import ctypes
+import re
+
+import pytest
+import torch
+from emulator import build, translate
+
+pytestmark = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable()))
+
+# In the order of `Fault` in faults.cu: what the error says; None: there is none, but the result has NaN.
+FAULTS = {
+    "none": "",
+    "no copy wait": "read while a copy into it is in flight: a wait is missing",
+    "no thread barrier": None,
+    "no proxy fence": "without a fence.proxy.async after it",
+    "no tensor wait": "read while a copy into it is in flight: a wait is missing",
+    "wrong byte count": "deadlock: block 0: threads 0-127 wait for mbarrier at 0x4400, parity 0",
+    "no wgmma fence": "wgmma without a wgmma.fence",
+    "no wgmma wait": None,
+    "early release": "is written while a wgmma or copy that reads it has not been waited for",
+    "left arrival": "the block ends with 32 of 128 arrivals at barrier 3",
+    "too many arrivals": "more arrivals than the 1 of its phase",
+    "missing arrival": r"wait for barrier 3 \(96 of 128 threads have arrived\)",
+    "different counts": r"barrier 3 with \d+ threads, others use it with \d+",
+    "diverged warp": "while other lanes of the warp are in",
+    "outside shared": "is outside the 16400 bytes of the block",
+    "misaligned": "must be aligned to 16 bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build.build_file(build.HERE / "faults.cu")))
+    library.run_with_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    library.run_with_fault.restype = ctypes.c_char_p
+    library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
+    return library
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(fault, seed, library):
+    library.emulator_schedule(seed, 1)
+    a, b = (torch.randint(-8, 8, (64, 64)).to(torch.bfloat16) for _ in range(2))
+    out = torch.zeros(66, 64)
+    error = library.run_with_fault(list(FAULTS).index(fault), a.data_ptr(), b.data_ptr(), out.data_ptr()).decode()
+    expected = FAULTS[fault]
+    if expected:
+        assert re.search(expected, error)
+        return
+    assert error == ""
+    if expected is None:
+        assert out.isnan().any()
+    else:
+        assert torch.equal(out[:64], a.float() @ b.float().T)
+
+
+def test_an_unknown_instruction_is_named():
+    text = translate.translate(
+        'asm volatile("frobnicate.sync.b32 %0, [%1 + 8], {%2, 3};" : "=r"(x) : "r"(y), "f"(z[1]) : "memory");', "a.cuh"
+    )
+    assert text.splitlines()[1] == "do { ::emulator::ptx::frobnicate_sync_b32(x, (y) + 8, ::emulator::ptx::list(z[1], 3)); } while (0);"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('// asm volatile("bar;")', '// asm volatile("bar;")'),
+        ('asm volatile("" : "+f"(x[i]));', "do { } while (0);"),
+        (
+            'asm("{\\n.reg .pred p;\\nL:\\ntry.wait p, [%0];\\n@!p bra L;\\n}" ::"r"(b) : "memory");',
+            "do { __label__ L; bool p; L:; ::emulator::ptx::try_wait(p, b); if (!p) goto L; } while (0);",
+        ),
+        (
+            'asm("wgmma.mma_async.m64n16k16 {%0, %1}, %2, p, 1;" : "+f"(d[0]), "+f"(d[1]) : "l"(f(a, b)));',
+            "do { ::emulator::ptx::wgmma_mma_async_m64nNk16<16>(::emulator::ptx::list(d[0], d[1]), f(a, b), p, 1); } while (0);",
+        ),
+        ("void f(const __grid_constant__ P<2> p) {", "void f(const P<2>& p) {"),
+        ("__shared__ __align__(8) T x[N * 2];", 'auto& x = ::emulator::static_shared<T[N * 2]>("a.cuh:1", 8);'),
+    ],
+)
+def test_translation(source, expected):
+    assert translate.translate(source, "a.cuh") == f'#line 1 "a.cuh"\n{expected}'
