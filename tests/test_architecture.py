@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules of the package that each module may import. Not listed: __init__, and the commands (cli, info, bench, parity), which may use all.
+# Modules of the package that each module may import. Not listed: __init__, and the commands (cli, info, parity), which may use all.
 MAY_IMPORT = {
     "build": set(),
     "reference": set(),
@@ -25,11 +25,16 @@ MAY_IMPORT = {
     "ops": {"kernels", "native", "reference"},
     "functional": {"ops", "support"},
     "interface": {"packing", "functional", "support", "native", "ops"},
+    "bench": {"bench_attention", "bench_train"},
+    "bench_attention": {"bench_shared", "functional", "packing", "kernels", "native"},
+    "bench_train": {"bench_shared", "bench_profile", "interface", "native", "ops"},
+    "bench_profile": {"bench_shared"},
+    "bench_shared": {"__version__"},
     "patches": {"interface", "functional", "packing", "ops", "support", "patches"},
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
 TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "functional"}
-KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench"}
+KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench_train"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).
 MAY_INCLUDE = {

@@ -1,0 +1,670 @@
+"""`hf-flash2 bench attention`: our kernels, family by family, against torch's own, over several kinds of shapes.
+
+    papers   the grid of the FlashAttention papers: 16k tokens in all, hidden size 2048
+    gqa      grouped key heads, beside as many key heads as query heads
+    ragged   padded batches of log-normal lengths, run padded and packed, beside a dense batch of equal work
+    window   sliding windows over a long sequence, beside full causal attention
+    small    grids too small to give every multiprocessor of a large GPU a block
+
+All implementations read the same tensors in the same process and take turns call by call, so that clocks and temperature are shared. SDPA
+is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of real tokens only, even of
+an implementation that computes more. Needs a CUDA device.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import kernels, native, packing
+from .bench_shared import describe_environment, figure, legend_below, middle, ragged_lengths, release_memory, write_csv
+from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+
+FLOPS_OF_MODE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # in units of the forward's
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OURS, SDPA, VARLEN, EAGER = "hf_flash2", "sdpa", "torch varlen_attn", "eager"
+WARM_UP_CALLS = 5
+MEASURED_MS = 300.0  # GPU time per provider and point; rounds follow from it
+MIN_ROUNDS, MAX_ROUNDS = 10, 100
+# Zeroed before every timed call: more than any L2, and 0.25 ms on an H200, during which the host queues the call it is about to time.
+FLUSH_BYTES = 2**30
+MULTIPROCESSORS, QUERY_ROWS = 132, 128  # of an H200; of a block
+
+# ------------------------------------------------------------------------------------------------------------------------------- points
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem: self-attention over a batch of sequences, padded on the right to rows of seqlen tokens."""
+
+    shapes: str  # the set it belongs to
+    mode: str
+    dtype: str
+    head_dim: int
+    causal: bool
+    seqlen: int
+    lengths: tuple[int, ...]  # real tokens of each row
+    heads: int
+    heads_k: int
+    window: int | None = None  # how many tokens a token sees to its left, itself aside; None = all
+    baseline: "Point | None" = None  # another point that ours is compared with
+    only_ours: bool = False  # there to be compared with: no rival is timed
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def fill(self) -> float:
+        """Share of real tokens."""
+        return sum(self.lengths) / (self.batch * self.seqlen)
+
+    @property
+    def kind(self) -> str:
+        """What an implementation has to be able to do."""
+        if self.fill < 1:
+            return "ragged"
+        return "dense" if self.window is None else "window"
+
+    @property
+    def tflop(self) -> float:
+        """As the papers count: two matrix products over the visible scores, half of them when causal."""
+        scores = sum(map(self._visible_scores, self.lengths))
+        return FLOPS_OF_MODE[self.mode] * 4 * self.heads * self.head_dim * scores / 1e12
+
+    def _visible_scores(self, length: int) -> float:
+        if self.window is None:
+            return length**2 * (0.5 if self.causal else 1.0)
+        left = min(self.window, length - 1)
+        return length * (left + 1) - left * (left + 1) / 2
+
+    @property
+    def mask(self) -> str:
+        return f"window {self.window}" if self.window is not None else "causal" if self.causal else "full"
+
+    def __str__(self) -> str:
+        fill = f" fill {self.fill:.2f}" if self.fill < 1 else ""
+        return f"{self.mode} d {self.head_dim} heads {self.heads}/{self.heads_k} {self.mask} {self.batch} x {self.seqlen}{fill}"
+
+
+def papers(args: argparse.Namespace) -> Iterator[Point]:
+    """A length that does not divide the tokens gets the batch below."""
+    options = itertools.product(args.mode, args.head_dim or (64, 128, 256), masks(args, (False, True)), seqlens(args, 512, 16384))
+    for mode, head_dim, causal, seqlen in options:
+        batch, heads = max(1, (args.tokens or 16384) // seqlen), max(1, args.hidden_size // head_dim)
+        yield Point("papers", mode, args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+
+
+def gqa(args: argparse.Namespace) -> Iterator[Point]:
+    options = itertools.product(args.mode, args.head_dim or (128,), masks(args, (True,)), (64, 32), args.seqlen or (1024, 4096, 16384))
+    for mode, head_dim, causal, heads, seqlen in options:
+        common = ("gqa", mode, args.dtype, head_dim, causal, seqlen, (seqlen,) * 2, heads)
+        every_head = Point(*common, heads_k=heads)
+        yield every_head
+        yield Point(*common, heads_k=8, baseline=every_head)
+
+
+def ragged(args: argparse.Namespace) -> Iterator[Point]:
+    options = itertools.product(args.mode, args.head_dim or (64, 128), masks(args, (True,)), args.seqlen or (2048, 4096, 8192))
+    for mode, head_dim, causal, seqlen in options:
+        batch, heads = max(1, (args.tokens or 32768) // seqlen), max(1, args.hidden_size // head_dim)
+        lengths = ragged_lengths(batch, seqlen, args.fill)
+        mean_square = (sum(n * n for n in lengths) / batch) ** 0.5
+        equal_work = max(QUERY_ROWS, round(mean_square / QUERY_ROWS) * QUERY_ROWS)  # full tiles: what a dense batch does best
+        common = ("ragged", mode, args.dtype, head_dim, causal)
+        dense = Point(*common, equal_work, (equal_work,) * batch, heads, heads, only_ours=True)
+        yield dense
+        yield Point(*common, seqlen, lengths, heads, heads, baseline=dense)
+
+
+def window(args: argparse.Namespace) -> Iterator[Point]:
+    for mode, head_dim, seqlen in itertools.product(args.mode, args.head_dim or (128,), args.seqlen or (16384,)):
+        heads = max(1, args.hidden_size // head_dim)
+        common = ("window", mode, args.dtype, head_dim, True, seqlen, (seqlen,), heads, heads)
+        causal = Point(*common, only_ours=True)
+        yield causal
+        for left in args.window:
+            yield Point(*common, window=left, baseline=causal)
+
+
+def small(args: argparse.Namespace) -> Iterator[Point]:
+    options = itertools.product(args.mode, args.head_dim or (64, 128), masks(args, (True,)), (4, 8, 16), seqlens(args, 256, 2048))
+    for mode, head_dim, causal, heads, seqlen in options:
+        if heads * -(-seqlen // QUERY_ROWS) < MULTIPROCESSORS:
+            yield Point("small", mode, args.dtype, head_dim, causal, seqlen, (seqlen,), heads, heads)
+
+
+def masks(args: argparse.Namespace, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    return {None: default, "yes": (True,), "no": (False,), "both": (False, True)}[args.causal]
+
+
+def seqlens(args: argparse.Namespace, first: int, last: int) -> Sequence[int]:
+    """The lengths asked for; by default each the double of the one before."""
+    return args.seqlen or [first << i for i in range((last // first).bit_length())]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A set of points, and how its figure shows them."""
+
+    points: Callable[[argparse.Namespace], Iterator[Point]]
+    panel: Callable[["Row"], str]  # title of the column of panels
+    x: Callable[["Row"], str]
+    x_label: str
+    baseline: str = ""  # what ours is compared with
+
+
+def short(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+SHAPES = {
+    "papers": Shapes(papers, lambda row: f"head dim {row.head_dim}", lambda row: short(row.seqlen), "sequence length"),
+    "gqa": Shapes(
+        gqa, lambda row: f"{row.heads} / {row.heads_k} heads of {row.head_dim}", lambda row: short(row.seqlen),
+        "sequence length", "one key head per query head",
+    ),
+    "ragged": Shapes(
+        ragged, lambda row: f"head dim {row.head_dim}, fill {row.fill:.2f}", lambda row: f"{row.batch} x {short(row.seqlen)}",
+        "padded batch", "dense batch of equal work",
+    ),
+    "window": Shapes(
+        window, lambda row: f"head dim {row.head_dim}, {short(row.seqlen)} tokens", lambda row: short(row.window),
+        "window, tokens to the left", "full causal",
+    ),
+    "small": Shapes(small, lambda row: f"{row.heads} heads of {row.head_dim}", lambda row: short(row.seqlen), "sequence length"),
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------------------------------------ command
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a line of the CSV."""
+
+    provider: str
+    shapes: str
+    mode: str
+    dtype: str
+    head_dim: int
+    causal: bool
+    window: int | None
+    seqlen: int
+    batch: int
+    fill: float
+    heads: int
+    heads_k: int
+    only_ours: bool
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    tflops: float
+    percent_of_best_rival: float | None  # None for the rivals themselves, and without any
+    percent_of_baseline: float | None  # TFLOP/s of ours, in those of the same family at the point it is compared with
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-flash2 bench attention`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["papers"], help="default: papers")
+    parser.add_argument("--mode", nargs="+", choices=list(FLOPS_OF_MODE), default=["fwd", "bwd"])
+    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="default: those of the shapes")
+    parser.add_argument("--seqlen", nargs="+", type=int, metavar="S", help="default: those of the shapes")
+    parser.add_argument("--causal", choices=["yes", "no", "both"], help="default: both for papers, else yes; window is always causal")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--tokens", type=int, help="papers, ragged: batch = tokens / seqlen (default 16384, 32768)")
+    parser.add_argument("--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa and small apart (default 2048)")
+    parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
+    parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
+    parser.add_argument("--eager", action="store_true", help="time eager attention too")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw TFLOP/s (needs matplotlib); several shapes: PATH-shapes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time the points, print them line by line, write what was asked for. Returns the exit code."""
+    if not torch.cuda.is_available():
+        print("hf-flash2 bench attention needs a CUDA GPU: the reference backend of a CPU is made to be exact, not fast", file=sys.stderr)
+        return 1
+    reason = native.reason_unavailable(torch.cuda.current_device())
+    if reason is not None:
+        print(f"hf-flash2 bench attention cannot run: {reason}", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    families = native.families(torch.cuda.current_device())
+    return benchmark(args, all_providers(families, args.eager), device, CudaClock(device))
+
+
+def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device: torch.device, clock: "CudaClock") -> int:
+    """`run` on a device and clock. Returns the exit code."""
+    environment = describe_environment(device)
+    print(" · ".join(f"{name} {value}" for name, value in environment.items()))
+    rows: list[Row] = []
+    for name in args.shapes:
+        print(f"\n{name}, {args.dtype}: TFLOP/s at the median time (p20-p80)")
+        points = list(SHAPES[name].points(args))
+        columns = [provider.name for provider in providers if any(provider.takes(point) for point in points)]
+        print(format_header(columns, SHAPES[name]))
+        measured: dict[Point | None, list[Row]] = {}
+        for point in points:
+            times = measure(point, [provider for provider in providers if provider.takes(point)], device, clock)
+            measured[point] = rows_of(point, times, measured.get(point.baseline, []))
+            rows += measured[point]
+            print(format_line(point, measured[point], columns), flush=True)
+            if args.csv:
+                write_csv(args.csv, Row, rows, environment)
+    if args.csv:
+        print(f"wrote {args.csv}")
+    for name in args.shapes if args.plot else ():
+        path = args.plot if len(args.shapes) == 1 else args.plot.with_stem(f"{args.plot.stem}-{name}")
+        plot(path, [row for row in rows if row.shapes == name], environment)
+        print(f"wrote {path}")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- providers
+
+
+class Problem:
+    """The tensors of a point, in every form that an implementation may want; each form is made once and shared."""
+
+    def __init__(self, point: Point, device: torch.device):
+        self.point, self.device = point, device
+        rows = (point.batch, point.seqlen)
+        q, dout = (self._random(*rows, point.heads, point.head_dim) for _ in range(2))
+        k, v = (self._random(*rows, point.heads_k, point.head_dim) for _ in range(2))
+        self.qkv = self._leaves(q, k, v)  # [B, S, H or Hk, D]
+        self.dout = dout  # [B, S, H, D]
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=DTYPES[self.point.dtype])
+
+    def _leaves(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.detach().requires_grad_(self.point.mode != "fwd") for x in tensors)
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """bool [B, S], False in the padding."""
+        return torch.arange(self.point.seqlen, device=self.device) < torch.tensor(self.point.lengths, device=self.device).unsqueeze(1)
+
+    @cached_property
+    def packed_qkv(self) -> tuple[torch.Tensor, ...]:
+        """[T, H or Hk, D]"""
+        return self._leaves(*(x[self.real] for x in self.qkv))
+
+    @cached_property
+    def packed_dout(self) -> torch.Tensor:
+        return self.dout[self.real]
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [B + 1]"""
+        return torch.tensor([0, *itertools.accumulate(self.point.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def padded_batch(self) -> packing.PaddedBatch:
+        return packing.padded_batch(self.real, self.point.seqlen, causal=self.point.causal)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """bool [B or 1, 1, S, S]: padding, causality and window as one mask, as SDPA is given it."""
+        seqlen, left = self.point.seqlen, self.point.window
+        visible = torch.ones(seqlen, seqlen, dtype=torch.bool, device=self.device)
+        if self.point.causal:
+            visible = visible.tril_()
+        if left is not None:
+            visible = visible.triu_(-left)
+        return visible & self.real[:, None, None, :] if self.point.fill < 1 else visible[None, None]
+
+
+class Work(NamedTuple):
+    """One implementation at one problem."""
+
+    attend: Callable[[], torch.Tensor]  # out, in the layout of dout
+    inputs: tuple[torch.Tensor, ...]
+    dout: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation that is timed."""
+
+    name: str
+    prepare: Callable[[Problem], Work]
+    kinds: tuple[str, ...]  # of points that it takes
+    family: str | None = None  # of ours: what HF_FLASH2_FAMILY has to name while it runs
+
+    def takes(self, point: Point) -> bool:
+        return point.kind in self.kinds and (self.family is not None or not point.only_ours)
+
+
+def all_providers(families: Iterable[str], with_eager: bool) -> list[Provider]:
+    """Ours per kernel family, then the rivals."""
+    providers = []
+    for family in families:
+        providers += [
+            Provider(f"{OURS} {family}", dense, ("dense", "window"), family),
+            Provider(f"{OURS} {family} padded", padded, ("ragged",), family),
+            Provider(f"{OURS} {family} packed", packed, ("ragged",), family),
+        ]
+    providers += [
+        Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense",)),
+        Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense",)),
+        Provider(f"{SDPA} efficient, mask", partial(masked_sdpa, SDPBackend.EFFICIENT_ATTENTION), ("ragged", "window")),
+        Provider(f"{SDPA} cudnn, mask", partial(masked_sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged", "window")),
+    ]
+    if importlib.util.find_spec("torch.nn.attention.varlen"):  # since torch 2.10
+        providers.append(Provider(VARLEN, torch_varlen, ("ragged", "window")))
+    return providers + [Provider(EAGER, eager, ("dense", "ragged", "window"))] * with_eager
+
+
+def dense(problem: Problem) -> Work:
+    point = problem.point
+    left = -1 if point.window is None else point.window
+    return Work(lambda: flash_attn_func(*problem.qkv, causal=point.causal, window_size=(left, -1)), problem.qkv, problem.dout)
+
+
+def padded(problem: Problem) -> Work:
+    """What attn_implementation="hf_flash2" runs on a padded batch."""
+    batch, causal = problem.padded_batch, problem.point.causal
+    ranges = (batch.ranges_q, batch.ranges_k, batch.key_mask)
+    return Work(lambda: flash_attn_ranges_func(*problem.qkv, *ranges, causal=causal), problem.qkv, problem.dout)
+
+
+def packed(problem: Problem) -> Work:
+    """What a model patched with packed=True runs."""
+    cu_seqlens, longest, causal = problem.cu_seqlens, max(problem.point.lengths), problem.point.causal
+    sequences = (cu_seqlens, cu_seqlens, longest, longest)
+    return Work(lambda: flash_attn_varlen_func(*problem.packed_qkv, *sequences, causal=causal), problem.packed_qkv, problem.packed_dout)
+
+
+def sdpa(backend: SDPBackend, problem: Problem) -> Work:
+    """torch's scaled_dot_product_attention held to one backend."""
+    return _sdpa(backend, problem, is_causal=problem.point.causal)
+
+
+def masked_sdpa(backend: SDPBackend, problem: Problem) -> Work:
+    """The same with padding and window as a boolean mask, as Transformers calls it."""
+    return _sdpa(backend, problem, attn_mask=problem.visible)
+
+
+def _sdpa(backend: SDPBackend, problem: Problem, **options: object) -> Work:
+    if problem.point.heads_k != problem.point.heads:
+        options["enable_gqa"] = True
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in problem.qkv), **options).transpose(1, 2)
+
+    return Work(attend, problem.qkv, problem.dout)
+
+
+def torch_varlen(problem: Problem) -> Work:
+    """torch's own FlashAttention over packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    point = problem.point
+    left = -1 if point.window is None else point.window
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        options = {"window_size": (left, 0 if point.causal else -1)}
+    elif left < 0:  # torch 2.10
+        options = {"is_causal": point.causal}
+    else:
+        raise ValueError("varlen_attn of this torch knows no window")
+    sequences = (problem.cu_seqlens, problem.cu_seqlens, max(point.lengths), max(point.lengths))
+    return Work(lambda: varlen_attn(*problem.packed_qkv, *sequences, **options), problem.packed_qkv, problem.packed_dout)
+
+
+def eager(problem: Problem) -> Work:
+    """What Transformers' eager attention computes."""
+    point, hidden = problem.point, ~problem.visible
+
+    def attend() -> torch.Tensor:
+        query, key, value = (x.transpose(1, 2).repeat_interleave(point.heads // x.shape[2], 1) for x in problem.qkv)
+        scores = (query @ key.transpose(-1, -2) * point.head_dim**-0.5).masked_fill(hidden, float("-inf"))
+        return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value).transpose(1, 2)
+
+    return Work(attend, problem.qkv, problem.dout)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- measuring
+
+
+class CudaClock:
+    """Times calls on the device. The calls of many providers can be queued before the first time is read."""
+
+    def __init__(self, device: torch.device):
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def queue(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Queue one call behind a flush of the L2 cache, between two events."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.flush.zero_()
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def milliseconds(self, queued: Iterable[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        """Wait, and read what `queue` returned."""
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in queued]
+
+
+def measure(point: Point, providers: Iterable[Provider], device: torch.device, clock: CudaClock) -> dict[str, list[float]]:
+    """Milliseconds of every timed call by provider; one that cannot run the point is left out, with its reason on stderr."""
+    problem = Problem(point, device)
+    calls: dict[Provider, Callable[[], object]] = {}
+    slowest = 0.0
+    for provider in providers:
+        try:
+            with forced(provider.family):
+                call = timed_call(point.mode, provider.prepare(problem))
+                with families_that_ran() as ran:
+                    for _ in range(WARM_UP_CALLS):
+                        call()
+                    slowest = max(slowest, *clock.milliseconds([clock.queue(call)]))
+            if ran and provider.family not in ran:
+                raise RuntimeError(f"HF_FLASH2_FAMILY={provider.family} gave way to {', '.join(sorted(ran))}")
+            calls[provider] = call
+        except (RuntimeError, ValueError, TypeError) as error:  # no such kernel, other arguments in this torch, or out of memory
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            print(f"{provider.name} left out at {point}: {reason}", file=sys.stderr)
+        if provider not in calls:
+            call = None
+            release_memory(device)
+    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(MEASURED_MS / max(slowest, 1e-3))))
+    queued: dict[str, list] = {provider.name: [] for provider in calls}
+    for _ in range(rounds):
+        for provider, call in calls.items():
+            with forced(provider.family):
+                queued[provider.name].append(clock.queue(call))
+    return {name: clock.milliseconds(timings) for name, timings in queued.items()}
+
+
+def timed_call(mode: str, work: Work) -> Callable[[], object]:
+    """What is timed. A backward is everything autograd launches for q, k and v."""
+    if mode == "fwd":
+        return work.attend
+    if mode == "fwd+bwd":
+        return lambda: torch.autograd.grad(work.attend(), work.inputs, work.dout)
+    out = work.attend()
+    return lambda: torch.autograd.grad(out, work.inputs, work.dout, retain_graph=True)
+
+
+@contextlib.contextmanager
+def forced(family: str | None) -> Iterator[None]:
+    """HF_FLASH2_FAMILY set to this family; None leaves it alone."""
+    before = os.environ.get("HF_FLASH2_FAMILY")
+    if family is not None:
+        os.environ["HF_FLASH2_FAMILY"] = family
+    try:
+        yield
+    finally:
+        if family is not None:
+            os.environ.pop("HF_FLASH2_FAMILY")
+            if before is not None:
+                os.environ["HF_FLASH2_FAMILY"] = before
+
+
+@contextlib.contextmanager
+def families_that_ran() -> Iterator[set[str]]:
+    """The kernel families of our calls inside the with block: a family without a backward for a head dim gives way to another one."""
+    ran: set[str] = set()
+    names = {number: name for name, number in native.FAMILIES.items()}
+    originals = {name: getattr(kernels, name) for name in ("forward", "backward")}
+
+    def recorded(original: Callable[..., int]) -> Callable[..., int]:
+        def call(*args: object) -> int:
+            family = original(*args)
+            ran.add(names[family])
+            return family
+
+        return call
+
+    for name, original in originals.items():
+        setattr(kernels, name, recorded(original))
+    try:
+        yield ran
+    finally:
+        for name, original in originals.items():
+            setattr(kernels, name, original)
+
+
+def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row] = ()) -> list[Row]:
+    """Statistics of one point; `baseline` are the rows of the point that ours is compared with."""
+    statistics = {name: middle(ms) for name, ms in times.items()}
+    best_rival = min((median for name, (_, median, _) in statistics.items() if name.startswith((SDPA, VARLEN))), default=None)
+    rows = []
+    for name, (p20, median, p80) in statistics.items():
+        tflops = point.tflop / median * 1e3
+        ours = name.startswith(OURS)
+        same_family = next((row.tflops for row in baseline if row.provider == family_of(name)), None)
+        rows.append(
+            Row(
+                provider=name, shapes=point.shapes, mode=point.mode, dtype=point.dtype, head_dim=point.head_dim, causal=point.causal,
+                window=point.window, seqlen=point.seqlen, batch=point.batch, fill=point.fill, heads=point.heads, heads_k=point.heads_k,
+                only_ours=point.only_ours, ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops,
+                percent_of_best_rival=100 * best_rival / median if ours and best_rival is not None else None,
+                percent_of_baseline=100 * tflops / same_family if ours and same_family is not None else None,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def family_of(provider: str) -> str:
+    """ "hf_flash2 sm90 packed" -> "hf_flash2 sm90": what runs a dense batch in the same kernel family."""
+    return " ".join(provider.split()[:2])
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- output
+
+
+def baseline_header(shapes: Shapes) -> str:
+    return f"{f'% of {shapes.baseline}':>26}" if shapes.baseline else ""
+
+
+def digits(tflops: float) -> str:
+    return f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}"
+
+
+def format_header(providers: Iterable[str], shapes: Shapes) -> str:
+    names = "".join(f"{name:>24}" for name in providers)
+    return (
+        f"{'mode':8}{'d':>4}{'heads':>7} {'mask':12}{'batch':>12}{'fill':>6}{names}{'ours, % of best rival':>24}{baseline_header(shapes)}"
+    )
+
+
+def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> str:
+    """One line of the table: the median as TFLOP/s, with the spread of the middle 60 % of the calls."""
+    by_provider = {row.provider: row for row in rows}
+    batch, heads = f"{point.batch} x {point.seqlen}", f"{point.heads}/{point.heads_k}"
+    line = f"{point.mode:8}{point.head_dim:>4}{heads:>7} {point.mask:12}{batch:>12}{point.fill:>6.2f}"
+    for name in providers:
+        cell = "-"
+        if name in by_provider:
+            row = by_provider[name]
+            median, slow, fast = (digits(tflops_at(row, ms)) for ms in (row.ms, row.ms_p80, row.ms_p20))
+            cell = f"{median} ({slow}-{fast})"
+        line += f"{cell:>24}"
+    rival, baseline = (
+        ", ".join(f"{percent:.0f}" for percent in percents if percent is not None)
+        for percents in (
+            [row.percent_of_best_rival for row in by_provider.values()],
+            [row.percent_of_baseline for row in by_provider.values()],
+        )
+    )
+    return f"{line}{rival:>24}{baseline:>{len(baseline_header(SHAPES[point.shapes]))}}".rstrip()
+
+
+def tflops_at(row: Row, ms: float) -> float:
+    return row.tflops * row.ms / ms
+
+
+def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
+    """TFLOP/s of one set of shapes: a panel per mode, mask and kind of heads, a line per provider with its p20-p80 as a band."""
+    shapes = SHAPES[rows[0].shapes]
+    baselines = {row.provider: f"{row.provider}, {shapes.baseline}" for row in rows if row.provider == family_of(row.provider)}
+    rows = [row for row in rows if not row.only_ours]
+    xs = list(dict.fromkeys(map(shapes.x, sorted(rows, key=lambda row: (row.seqlen, row.window or 0)))))
+    if len(xs) < 2:
+        raise SystemExit(f"--plot needs at least two points on its x axis ({shapes.x_label}), got {xs}: one point is no curve")
+    titles = list(dict.fromkeys(map(shapes.panel, rows)))
+    lines = sorted({(row.mode, row.causal) for row in rows}, key=lambda line: (list(FLOPS_OF_MODE).index(line[0]), line[1]))
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    size = (1.5 + 3.4 * max(len(titles), 2), 1.6 + 2.6 * len(lines))
+    legend = {}
+    with figure(path, len(lines), len(titles), size, environment, sharex=True, sharey="row") as (drawn, axes):
+        for (mode, causal), panels in zip(lines, axes, strict=True):
+            top = 0.0
+            for title, panel in zip(titles, panels, strict=True):
+                inside = [row for row in rows if (row.mode, row.causal, shapes.panel(row)) == (mode, causal, title)]
+                for number, provider in enumerate(providers):
+                    curve = [row for row in inside if row.provider == provider]
+                    x = [xs.index(shapes.x(row)) for row in curve]
+                    ours = provider.startswith(OURS)
+                    style = {"linewidth": 2.2, "marker": "o"} if ours else {"linewidth": 1.3, "marker": "s", "ls": "--"}
+                    (line,) = panel.plot(x, [row.tflops for row in curve], color=f"C{number}", markersize=4, **style)
+                    slow, fast = ([tflops_at(row, ms) for row, ms in zip(curve, times, strict=True)] for times in spread(curve))
+                    panel.fill_between(x, slow, fast, color=line.get_color(), alpha=0.15, linewidth=0)
+                    legend.setdefault(provider, line)
+                    top = max([top, *fast])
+                for name, (x, tflops) in baseline_curves(inside, shapes, xs).items():
+                    shade = "black" if name == next(iter(baselines)) else "0.55"
+                    (line,) = panel.plot(x, tflops, color=shade, linewidth=1.1, ls=":", marker="_")
+                    legend.setdefault(baselines[name], line)
+                    top = max([top, *tflops])
+                panel.set_title(f"{mode}, {'causal' if causal else 'full'}, {title}", fontsize=10)
+                panel.set_xticks(range(len(xs)), xs)
+                panel.set_xlim(-0.2, len(xs) - 0.8)
+                panel.grid(alpha=0.3)
+            panels[0].set_ylim(0, 1.05 * top)  # shared by the line
+            panels[0].set_ylabel("TFLOP/s")
+        for panel in axes[-1]:
+            panel.set_xlabel(shapes.x_label)
+        legend_below(drawn, legend, columns=max(2, int(size[0] / 2.9)))
+
+
+def spread(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row.ms_p80 for row in rows], [row.ms_p20 for row in rows]
+
+
+def baseline_curves(rows: Iterable[Row], shapes: Shapes, xs: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    """By family of ours: where, and how many TFLOP/s it reached at the points that its rows are compared with."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.percent_of_baseline is not None:
+            found.setdefault(family_of(row.provider), {})[xs.index(shapes.x(row))] = 100 * row.tflops / row.percent_of_baseline
+    return {name: (list(points), list(points.values())) for name, points in found.items()}

@@ -1,0 +1,104 @@
+"""What the benchmarks share: lengths of a ragged batch, statistics, where the numbers come from, CSV files, figures."""
+
+import contextlib
+import csv
+import datetime
+import gc
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+
+LOG_NORMAL_SIGMA = 0.8  # of the logarithm of a length: instruction data lies between 0.7 and 1
+SEED = 0
+
+
+def ragged_lengths(batch: int, seqlen: int, fill: float, seed: int = SEED) -> tuple[int, ...]:
+    """Log-normal lengths of `batch` sequences padded to seqlen, which cuts the longest; real tokens are the share `fill` of them all.
+
+    Raises:
+        ValueError: no lengths between 1 and seqlen have this fill.
+    """
+    if not 1 / seqlen <= fill <= 1:
+        raise ValueError(f"fill must be between 1 token a row ({1 / seqlen:g}) and 1, got {fill}")
+    factors = (LOG_NORMAL_SIGMA * torch.randn(batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).exp()
+    low, high = 0.0, seqlen / factors.min().item()  # of the median length; tokens grow with it
+    for _ in range(60):
+        median = (low + high) / 2
+        lengths = (median * factors).round().clamp(1, seqlen)
+        low, high = (median, high) if lengths.sum() < fill * batch * seqlen else (low, median)
+    return tuple(int(n) for n in (high * factors).round().clamp(1, seqlen))
+
+
+def middle(samples: Sequence[float]) -> tuple[float, float, float]:
+    """20th percentile, median and 80th percentile."""
+    return tuple(torch.quantile(torch.tensor(samples, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist())
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """Where the numbers come from."""
+    cudnn = torch.backends.cudnn.version() or 0
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"no GPU ({platform.machine()} CPU)",
+        "hf_flash2": __version__,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def as_title(environment: dict[str, str]) -> str:
+    """The environment in one line."""
+    return ", ".join(value if name == "gpu" else f"{name} {value}" for name, value in environment.items())
+
+
+def write_csv(path: Path, row_type: type, rows: Sequence[Any], environment: dict[str, str]) -> None:
+    """Long format: one measurement (a dataclass of row_type) a line, everything needed to read it beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*(field.name for field in fields(row_type)), *environment])
+        writer.writeheader()
+        for row in rows:
+            values = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
+            writer.writerow(values | environment)
+
+
+@contextlib.contextmanager
+def figure(path: Path, rows: int, columns: int, size: tuple[float, float], environment: dict[str, str], **options: Any) -> Iterator[tuple]:
+    """A matplotlib figure and its axes [rows][columns], titled with the environment, saved at the end of the with block."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit(f"a plot needs matplotlib: {error}") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
+    drawn.suptitle(as_title(environment), fontsize=9, y=1 - 0.08 / size[1], va="top")
+    try:
+        yield drawn, axes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=150)
+    finally:
+        plt.close(drawn)
+
+
+def legend_below(drawn: Any, legend: dict[str, Any], columns: int) -> None:
+    """Put a legend (label -> what was drawn) below the panels of a figure, and lay them out."""
+    columns = min(columns, len(legend))
+    height = drawn.get_figheight()
+    drawn.legend(legend.values(), legend.keys(), loc="lower center", ncols=columns, frameon=False, fontsize=9)
+    drawn.tight_layout(rect=(0, (0.15 + 0.19 * -(-len(legend) // columns)) / height, 1, 1))

@@ -1,0 +1,413 @@
+"""bench_attention without a GPU's clock: points, the counting of FLOPs, providers against each other, statistics, CSV and plots."""
+
+import argparse
+import csv
+import itertools
+import os
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from hf_flash2 import bench_attention as bench
+from hf_flash2 import cli, kernels, native
+from hf_flash2.bench_shared import ragged_lengths, write_csv
+
+pytestmark = pytest.mark.timeout(120)
+
+ENVIRONMENT = {"gpu": "some GPU", "torch": "2.0", "date": "2026-01-01"}
+
+
+class FakeClock:
+    """Runs every call, and says that the first one took 1 ms, the next one 2 ms, and so on."""
+
+    def __init__(self):
+        self.ticks = itertools.count(1)
+
+    def queue(self, call) -> float:
+        call()
+        return float(next(self.ticks))
+
+    def milliseconds(self, queued) -> list[float]:
+        return list(queued)
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def points_of(shapes: str, *argv: str) -> list[bench.Point]:
+    return list(bench.SHAPES[shapes].points(parse(*argv)))
+
+
+def dense_point(mode="fwd", head_dim=128, causal=False, seqlen=1024, batch=16, heads=16) -> bench.Point:
+    return bench.Point("papers", mode, "bf16", head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ points
+
+
+def test_the_default_grid_is_that_of_the_papers():
+    points = points_of(*parse().shapes)
+    assert len(points) == 2 * 3 * 2 * 6
+    assert all(p.batch * p.seqlen == 16384 and p.heads * p.head_dim == 2048 and p.dtype == "bf16" for p in points)
+    assert {p.seqlen for p in points} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {p.kind for p in points} == {"dense"}
+
+
+def test_options_narrow_the_grid():
+    points = points_of("papers", "--mode", "fwd+bwd", "--head-dim", "128", "--seqlen", "1024", "--causal", "yes")
+    assert points == [dense_point("fwd+bwd", 128, True, 1024, 16, 16)]
+
+
+def test_grouped_heads_stand_beside_as_many_key_heads():
+    points = points_of("gqa", "--mode", "fwd")
+    assert {(p.heads, p.heads_k) for p in points} == {(64, 64), (64, 8), (32, 32), (32, 8)}
+    assert {p.seqlen for p in points} == {1024, 4096, 16384} and all(p.batch == 2 and p.causal and p.head_dim == 128 for p in points)
+    for point in points:
+        assert (point.baseline is None) == (point.heads == point.heads_k)
+        assert point.baseline is None or (point.baseline in points and point.baseline.tflop == point.tflop)
+
+
+def test_ragged_batches_stand_beside_a_dense_one_of_equal_work():
+    ragged = [point for point in points_of("ragged", "--mode", "fwd") if point.kind == "ragged"]
+    assert {(p.batch, p.seqlen, p.head_dim) for p in ragged} == set(
+        (batch, seqlen, head_dim) for batch, seqlen in ((16, 2048), (8, 4096), (4, 8192)) for head_dim in (64, 128)
+    )
+    for point in ragged:
+        assert point.fill == pytest.approx(0.3, abs=0.005)
+        assert point.baseline.kind == "dense" and point.baseline.only_ours
+        assert point.baseline.tflop == pytest.approx(point.tflop, rel=0.15)  # full tiles of 128 rows
+
+
+def test_windows_stand_beside_full_causal():
+    causal, narrow, wide = points_of("window", "--mode", "fwd")
+    assert (narrow.window, wide.window) == (128, 1024) and {p.seqlen for p in (causal, narrow, wide)} == {16384}
+    assert narrow.baseline == wide.baseline == causal and causal.only_ours
+    assert causal.heads == 16 and causal.batch == 1 and causal.kind == "dense" and narrow.kind == "window"
+
+
+def test_small_grids_leave_multiprocessors_without_a_block():
+    points = points_of("small")
+    assert {p.heads for p in points} == {4, 8, 16} and {p.head_dim for p in points} == {64, 128}
+    assert max(p.seqlen for p in points) == 2048 and min(p.seqlen for p in points) == 256
+    assert all(p.batch == 1 and p.heads * p.seqlen / 128 < 132 for p in points)
+
+
+@pytest.mark.parametrize(("mode", "factor"), (("fwd", 1.0), ("bwd", 2.5), ("fwd+bwd", 3.5)))
+@pytest.mark.parametrize("causal", (True, False))
+def test_flops_are_counted_as_in_the_papers(mode, factor, causal):
+    point = dense_point(mode, 128, causal, 4096, 4, 16)
+    assert point.tflop == pytest.approx(factor * (0.5 if causal else 1) * 4 * 4 * 16 * 4096**2 * 128 / 1e12)
+
+
+@pytest.mark.parametrize(("left", "lengths"), ((3, (10,)), (20, (10,)), (3, (10, 2)), (0, (7,))))
+def test_flops_of_a_window_are_its_visible_area(left, lengths):
+    point = bench.Point("window", "fwd", "bf16", 16, True, 10, lengths, 2, 2, window=left)
+    visible = sum(1 for n in lengths for i in range(n) for j in range(n) if i - left <= j <= i)
+    assert point.tflop == pytest.approx(4 * 2 * 16 * visible / 1e12)
+
+
+def test_padding_is_no_work():
+    ragged = bench.Point("ragged", "fwd", "bf16", 64, True, 1024, (1024, 100), 8, 8)
+    assert ragged.tflop == pytest.approx(0.5 * 4 * 8 * 64 * (1024**2 + 100**2) / 1e12)
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "fill"), ((16, 2048, 0.33), (4, 8192, 0.29), (8, 64, 1.0), (4, 64, 0.5), (3, 32, 0.05)))
+def test_lengths_have_the_fill_asked_for(batch, seqlen, fill):
+    lengths = ragged_lengths(batch, seqlen, fill)
+    assert lengths == ragged_lengths(batch, seqlen, fill) and len(lengths) == batch
+    assert min(lengths) >= 1 and max(lengths) <= seqlen
+    assert sum(lengths) / (batch * seqlen) == pytest.approx(fill, abs=1 / seqlen)
+
+
+def test_an_impossible_fill_is_refused():
+    with pytest.raises(ValueError, match="fill must be between"):
+        ragged_lengths(4, 64, 1.5)
+
+
+# --------------------------------------------------------------------------------------------------------------------------- providers
+
+SMALL = {
+    "dense": bench.Point("papers", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4),
+    "full": bench.Point("papers", "bwd", "bf16", 32, False, 64, (64, 64), 4, 4),
+    "gqa": bench.Point("gqa", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2),
+    "window": bench.Point("window", "bwd", "bf16", 32, True, 64, (64,), 4, 4, window=9),
+    "ragged": bench.Point("ragged", "bwd", "bf16", 32, True, 64, (64, 21, 1), 4, 4),
+    "ragged full": bench.Point("ragged", "bwd", "bf16", 32, False, 64, (64, 21, 1), 4, 4),
+}
+
+
+def providers() -> list[bench.Provider]:
+    families = native.families(torch.cuda.current_device()) if torch.cuda.is_available() else ["reference"]
+    return bench.all_providers(families, with_eager=True)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_provider_computes_the_same(name, device, monkeypatch):
+    """Output of the real tokens and gradients, against float32 with the mask written out. On a CPU, SDPA runs its math backend."""
+    point = SMALL[name]
+    problem = bench.Problem(point, device)
+    q, k, v = (x.detach().float().requires_grad_() for x in problem.qkv)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(point.heads // point.heads_k, 2)) * point.head_dim**-0.5
+    i, j = torch.arange(64, device=device)[:, None], torch.arange(64, device=device)
+    left = 64 if point.window is None else point.window
+    right = 0 if point.causal else 64
+    hidden = (j < i - left) | (j > i + right) | ~problem.real[:, None, None, :]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    truth = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(point.heads // point.heads_k, 2))
+    problem.dout = problem.dout * problem.real[:, :, None, None]  # padding outputs differ, and their gradients would too
+    gradients = torch.autograd.grad(truth, (q, k, v), problem.dout.float())
+    compared = []
+    for provider in providers():
+        if not provider.takes(point):
+            continue
+        if device.type == "cpu" and provider.name.startswith(bench.SDPA):
+            function = provider.prepare.func
+            provider = bench.Provider(provider.name, lambda p, f=function: f(SDPBackend.MATH, p), provider.kinds)
+        elif device.type == "cpu" and provider.name == bench.VARLEN:
+            continue
+        try:
+            with bench.forced(provider.family if device.type == "cuda" else None):
+                work = provider.prepare(problem)
+                out = work.attend()
+                found = torch.autograd.grad(out, work.inputs, work.dout)
+        except RuntimeError as error:
+            assert provider.family is None, error  # a rival may not be there
+            continue
+        packed = out.dim() == 3
+        for ours, exact in zip((out, *found), (truth, *gradients), strict=True):
+            torch.testing.assert_close(ours.float() if packed else ours.float()[problem.real], exact[problem.real], atol=0.05, rtol=0.05)
+        compared.append(provider.name)
+    assert len([name for name in compared if name.startswith(bench.OURS)]) >= 1 + (point.kind == "ragged")
+    assert bench.EAGER in compared and any(name.startswith(bench.SDPA) for name in compared)
+
+
+def test_rivals_and_baselines_take_what_they_are_for():
+    named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False)}
+    taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
+    dense, ragged = {"dense", "full", "gqa"}, {"ragged", "ragged full"}
+    assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window"}
+    assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
+    assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense
+    assert taken["sdpa efficient, mask"] == taken["sdpa cudnn, mask"] == ragged | {"window"}
+    only_ours = bench.Point("window", "fwd", "bf16", 32, True, 64, (64,), 4, 4, only_ours=True)
+    assert [name for name, provider in named.items() if provider.takes(only_ours)] == ["hf_flash2 sm80", "hf_flash2 sm90"]
+
+
+@pytest.mark.parametrize("signature", ("window_size", "is_causal"))
+def test_both_signatures_of_varlen_attn(signature, monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    calls = []
+
+    def with_window(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1)):
+        calls.append((tuple(q.shape), cu_q.tolist(), max_q, window_size))
+
+    def with_causal(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+        calls.append((tuple(q.shape), cu_q.tolist(), max_q, is_causal))
+
+    monkeypatch.setattr(varlen, "varlen_attn", with_window if signature == "window_size" else with_causal)
+    bench.torch_varlen(bench.Problem(SMALL["ragged"], torch.device("cpu"))).attend()
+    assert calls == [((86, 4, 32), [0, 64, 85, 86], 64, (-1, 0) if signature == "window_size" else True)]
+    if signature == "window_size":
+        bench.torch_varlen(bench.Problem(SMALL["window"], torch.device("cpu"))).attend()
+        assert calls[1][-1] == (9, 0)
+    else:
+        with pytest.raises(ValueError, match="no window"):
+            bench.torch_varlen(bench.Problem(SMALL["window"], torch.device("cpu")))
+
+
+# --------------------------------------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    monkeypatch.setattr(bench, "WARM_UP_CALLS", 1)
+    monkeypatch.setattr(bench, "MIN_ROUNDS", 3)
+    monkeypatch.setattr(bench, "MAX_ROUNDS", 3)
+
+
+def dense_provider(name: str, attend=None, family=None) -> bench.Provider:
+    """Our dense attention under a name; or a function in the place of its call."""
+
+    def prepare(problem):
+        work = bench.dense(problem)
+        return work if attend is None else work._replace(attend=attend)
+
+    return bench.Provider(name, prepare, ("dense",), family)
+
+
+def test_providers_take_turns(few_calls):
+    first, second = dense_provider("first"), dense_provider("second")
+    times = bench.measure(SMALL["dense"], [first, second], torch.device("cpu"), FakeClock())
+    assert times == {"first": [3.0, 5.0, 7.0], "second": [4.0, 6.0, 8.0]}  # 1 and 2 went to the warm-up
+
+
+@pytest.mark.parametrize("error", (torch.OutOfMemoryError("no memory\nmore"), ValueError("no memory"), NotImplementedError("no memory")))
+def test_one_that_cannot_run_is_left_out_with_its_reason(few_calls, capsys, error):
+    def fails():
+        raise error
+
+    times = bench.measure(SMALL["dense"], [dense_provider("broken", fails), dense_provider("good")], torch.device("cpu"), FakeClock())
+    assert list(times) == ["good"]
+    assert capsys.readouterr().err == "broken left out at bwd d 32 heads 4/4 causal 2 x 64: no memory\n"
+
+
+@pytest.mark.parametrize("ran", ("sm80", "sm90"))
+def test_a_family_that_gives_way_is_left_out(few_calls, capsys, monkeypatch, ran):
+    """The Hopper family hands a backward that it does not have to the other one: not to be shown under its name."""
+    monkeypatch.setattr(kernels, "backward", lambda: native.FAMILIES[ran])
+    original = kernels.backward
+
+    def prepare(problem):
+        work = bench.dense(problem)
+        inputs = tuple(x.detach().requires_grad_() for x in work.inputs)
+        inputs[0].register_hook(lambda _: kernels.backward() and None)
+        return work._replace(attend=lambda: bench.flash_attn_func(*inputs, causal=True), inputs=inputs)
+
+    times = bench.measure(SMALL["dense"], [bench.Provider("hopper", prepare, ("dense",), "sm90")], torch.device("cpu"), FakeClock())
+    assert list(times) == (["hopper"] if ran == "sm90" else [])
+    assert ("HF_FLASH2_FAMILY=sm90 gave way to sm80" in capsys.readouterr().err) == (ran == "sm80")
+    assert kernels.backward is original
+
+
+@pytest.mark.parametrize("before", (None, "sm80"))
+def test_the_family_is_forced_and_put_back(monkeypatch, before):
+    monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HF_FLASH2_FAMILY", before)
+    with bench.forced("sm90"):
+        assert os.environ["HF_FLASH2_FAMILY"] == "sm90"
+    assert os.environ.get("HF_FLASH2_FAMILY") == before
+    with bench.forced(None):
+        assert os.environ.get("HF_FLASH2_FAMILY") == before
+
+
+def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkeypatch):
+    """Everything but the clock, on shapes that a CPU can do."""
+    small = ["--seqlen", "32", "64", "--tokens", "128", "--hidden-size", "64", "--head-dim", "16", "--window", "8", "24", "--causal", "yes"]
+    args = parse("--shapes", *bench.SHAPES, "--mode", "bwd", *small, "--csv", str(tmp_path / "b.csv"), "--plot", str(tmp_path / "b.png"))
+    plots = []
+    monkeypatch.setattr(bench, "plot", lambda path, rows, environment: plots.append((path.name, {row.shapes for row in rows})))
+    families = ["reference"]  # any value: the reference backend does not read it
+    assert bench.benchmark(args, bench.all_providers(families, False), torch.device("cpu"), FakeClock()) == 0
+    with (tmp_path / "b.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["shapes"] for line in lines} == set(bench.SHAPES)
+    ours = {"hf_flash2 reference", "hf_flash2 reference padded", "hf_flash2 reference packed"}
+    assert {line["provider"] for line in lines} >= ours | {"sdpa flash"}
+    compared = {line["shapes"] for line in lines if line["percent_of_baseline"]}
+    assert compared == {"gqa", "ragged", "window"}
+    assert plots == [(f"b-{name}.png", {name}) for name in bench.SHAPES]
+    assert "% of dense batch of equal work" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------- statistics and output
+
+
+def measured(point: bench.Point) -> list[bench.Row]:
+    times = {"hf_flash2 sm80": [1.0, 2.0, 3.0], "sdpa flash": [2.0, 4.0, 6.0], "sdpa cudnn": [1.0, 1.0, 1.0], "eager": [0.1, 0.1, 0.1]}
+    return bench.rows_of(point, times)
+
+
+def test_statistics_and_the_best_rival():
+    """The share is that of the fastest of torch's own; eager is no rival."""
+    point = dense_point()
+    ours, flash, *_ = measured(point)
+    assert (ours.ms, ours.ms_p20, ours.ms_p80) == pytest.approx((2.0, 1.4, 2.6))
+    assert ours.tflops == pytest.approx(point.tflop / 2e-3)
+    assert ours.percent_of_best_rival == pytest.approx(50)
+    assert flash.percent_of_best_rival is None
+    (ours, _) = bench.rows_of(point, {"hf_flash2 sm80": [2.0], "torch varlen_attn": [3.0]})
+    assert ours.percent_of_best_rival == pytest.approx(150)
+
+
+def test_ours_is_compared_with_the_same_family_at_the_baseline():
+    dense, ragged = points_of("ragged", "--mode", "fwd", "--head-dim", "64", "--seqlen", "2048")
+    baseline = bench.rows_of(dense, {"hf_flash2 sm80": [2.0], "hf_flash2 sm90": [1.0]})
+    sm80, sm90, rival = bench.rows_of(
+        ragged, {"hf_flash2 sm80 padded": [2.0], "hf_flash2 sm90 packed": [2.0], "sdpa flash": [1.0]}, baseline
+    )
+    assert sm80.percent_of_baseline == pytest.approx(100 * ragged.tflop / dense.tflop)
+    assert sm90.percent_of_baseline == pytest.approx(50 * ragged.tflop / dense.tflop)
+    assert rival.percent_of_baseline is None
+
+
+def test_csv_and_table(tmp_path):
+    points = points_of("papers", "--head-dim", "64", "--seqlen", "512", "1024")
+    rows = [row for point in points for row in measured(point)]
+    write_csv(tmp_path / "new" / "b.csv", bench.Row, rows, ENVIRONMENT)
+    with (tmp_path / "new" / "b.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(rows) == 8 * 4
+    assert lines[0] | {"provider": "hf_flash2 sm80", "mode": "fwd", "ms": "2", "gpu": "some GPU", "date": "2026-01-01"} == lines[0]
+    assert lines[0] | {"heads": "32", "heads_k": "32", "window": "", "fill": "1", "batch": "32"} == lines[0]
+    line = bench.format_line(points[0], measured(points[0]), ["hf_flash2 sm80", "not there", "sdpa cudnn"])
+    assert line.split()[:7] == ["fwd", "64", "32/32", "full", "32", "x", "512"]
+    assert line.endswith(" 50") and " - " in line
+
+
+@pytest.mark.parametrize("shapes", bench.SHAPES)
+def test_plot(tmp_path, shapes):
+    pytest.importorskip("matplotlib")
+    providers = bench.all_providers(["sm80", "sm90"], with_eager=False)
+    rows: dict[bench.Point | None, list[bench.Row]] = {}
+    for point in points_of(shapes, "--mode", "fwd"):
+        times = {provider.name: [1.0, 2.0] for provider in providers if provider.takes(point)}
+        rows[point] = bench.rows_of(point, times, rows.get(point.baseline, []))
+    bench.plot(tmp_path / "b.png", [row for measured in rows.values() for row in measured], ENVIRONMENT)
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_single_point_is_not_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="at least two points"):
+        bench.plot(tmp_path / "b.png", measured(dense_point()), ENVIRONMENT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_cpu_is_refused(capsys):
+    assert cli.main(["bench", "attention"]) == 1
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_the_command_names_its_benchmarks(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench"])
+    assert caught.value.code == 2
+    assert "attention|train" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_it_times_every_provider(tmp_path, capsys):
+    small = [
+        "--mode",
+        "fwd",
+        "bwd",
+        "fwd+bwd",
+        "--head-dim",
+        "64",
+        "--seqlen",
+        "512",
+        "1024",
+        "--tokens",
+        "2048",
+        "--eager",
+        "--causal",
+        "yes",
+    ]
+    assert cli.main(["bench", "attention", "--shapes", *bench.SHAPES, *small, "--csv", str(tmp_path / "b.csv")]) == 0
+    with (tmp_path / "b.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["provider"] for line in lines} >= {
+        "hf_flash2 sm80",
+        "hf_flash2 sm80 padded",
+        "hf_flash2 sm80 packed",
+        "sdpa flash",
+        "eager",
+    }
+    assert {line["shapes"] for line in lines} == set(bench.SHAPES)
+    assert all(float(line["ms"]) > 0 for line in lines)
+    assert "ours, % of best rival" in capsys.readouterr().out

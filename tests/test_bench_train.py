@@ -1,0 +1,230 @@
+"""`hf-flash2 bench train` on its tiny preset, which a CPU runs in seconds: arms, agreement, running out of memory, files, figures."""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from hf_flash2 import bench_train as bench
+from hf_flash2 import cli
+
+pytestmark = pytest.mark.timeout(120)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+QUICK = ["--preset", "tiny", "--turns", "1", "--steps", "1", "--device", DEVICE]
+ENVIRONMENT = {"gpu": "some GPU", "torch": "2.0", "date": "2026-01-01"}
+
+
+def train(*argv: str) -> int:
+    return cli.main(["bench", "train", *QUICK, *argv])
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args([*QUICK, *argv])
+
+
+def make_training(gradient_checkpointing: bool = False) -> bench.Training:
+    preset, device = bench.PRESETS["tiny"], torch.device(DEVICE)
+    return bench.Training(bench.build(preset, device, gradient_checkpointing), bench.make_batch(preset, device))
+
+
+def read(path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@contextlib.contextmanager
+def arm_replaced(monkeypatch, arm: str, step):
+    """Inside: this arm runs step(training, the real step) in place of its step."""
+    real_switched, real_step, current = bench.switched, bench.Training.step, []
+
+    @contextlib.contextmanager
+    def switched(model, name):
+        current.append(name)
+        with real_switched(model, name):
+            yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "switched", switched)
+        patch.setattr(bench.Training, "step", lambda self: step(self, real_step) if current[-1:] == [arm] else real_step(self))
+        yield
+
+
+@pytest.mark.parametrize("checkpointing", ([], ["--gradient-checkpointing"]))
+def test_every_arm_ends_with_the_same_loss_and_gradient(tmp_path, capsys, checkpointing):
+    assert train("--csv", str(tmp_path / "new" / "t.csv"), *checkpointing) == 0
+    lines = read(tmp_path / "new" / "t.csv")
+    assert [line["arm"] for line in lines] == list(bench.ARMS)
+    assert all(line["outcome"] == "ok" and float(line["tokens_per_second"]) > 0 for line in lines)
+    assert all(line["real_tokens"] == "128" and line["batch"] == "4" and line["seqlen"] == "64" for line in lines)
+    assert {line["gradient_checkpointing"] for line in lines} == {str(bool(checkpointing))}
+    assert [bool(line["backend"]) for line in lines] == [False, False, True, True]
+    assert {"gpu", "transformers", "torch", "date"} <= lines[0].keys()
+    printed = capsys.readouterr().out
+    assert "every loss and gradient agrees" in printed
+    assert ("say nothing about a GPU" in printed) == (DEVICE == "cpu")
+
+
+def test_the_arms_run_what_they_are_called():
+    training = make_training()
+    seen = {}
+    for arm in bench.ARMS:
+        with bench.switched(training.model, arm):
+            output = training.model(**training.batch, use_cache=False)
+            seen[arm] = (training.model.config._attn_implementation, output.logits is None)
+    assert seen == {
+        "eager": ("eager", False),
+        "sdpa": ("sdpa", False),
+        "hf_flash2": ("hf_flash2", False),
+        bench.PACKED: ("hf_flash2", True),
+    }
+
+
+def test_steps_leave_the_weights_alone_and_the_optimizer_works():
+    training = make_training()
+    before = [parameter.clone() for parameter in training.parameters]
+    first = training.step()
+    assert torch.equal(training.step(), first)
+    assert all(torch.equal(parameter, copy) for parameter, copy in zip(training.parameters, before, strict=True))
+    states = [training.optimizer.state[parameter] for parameter in training.parameters]
+    assert all(state["exp_avg"].abs().sum() > 0 and state["step"] == 3 for state in states)  # 1 was to make the state
+    training.forget()
+    assert all(parameter.grad is None for parameter in training.parameters)
+
+
+def test_running_out_of_memory_is_an_outcome(tmp_path, capsys, monkeypatch):
+    """The arm is left out of the turns to come, the others go on without its gradients."""
+    turns = []
+
+    def out_of_memory(training, step):
+        turns.append(1)
+        step(training)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with arm_replaced(monkeypatch, "eager", out_of_memory):
+        pytest.importorskip("matplotlib")
+        files = ["--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png"), "--profile", str(tmp_path / "p.json")]
+        assert train("--turns", "2", *files) == 0
+    assert len(turns) == 1
+    eager, *others = read(tmp_path / "t.csv")
+    assert eager["outcome"] == "out of memory" and eager["tokens_per_second"] == eager["loss"] == ""
+    assert all(line["outcome"] == "ok" and line["timed_steps"] == "2" for line in others)
+    assert float(others[0]["loss_difference"]) == 0.0  # sdpa is what the others are compared with then
+    assert "out of memory" in capsys.readouterr().out
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    steps = json.loads((tmp_path / "p.json").read_text())["steps"]
+    assert [step["arm"] for step in steps] == list(bench.ARMS[1:]) and all(step["host_ms"] > 0 for step in steps)
+    assert all((step["launches"] > 0) == (DEVICE == "cuda") for step in steps)
+
+
+def test_running_out_of_memory_everywhere(tmp_path, capsys, monkeypatch):
+    def out_of_memory(training, step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench.Training, "step", lambda self: out_of_memory(self, None))
+    assert train("--csv", str(tmp_path / "t.csv"), "--profile", str(tmp_path / "p.json")) == 0
+    assert {line["outcome"] for line in read(tmp_path / "t.csv")} == {"out of memory"}
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_an_arm_does_not_keep_what_it_leaves_behind(monkeypatch):
+    """Also not when its step failed half way: gradients are gone, the model is as it was."""
+    training = make_training()
+
+    def fails(training, step):
+        step(training)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with arm_replaced(monkeypatch, bench.PACKED, fails):
+        samples = bench.measure(training, parse("--arms", "sdpa", bench.PACKED))
+    assert samples[bench.PACKED].outcome == bench.OUT_OF_MEMORY and samples["sdpa"].outcome == bench.OK
+    assert all(parameter.grad is None for parameter in training.parameters)
+    assert training.model.config._attn_implementation == "sdpa"
+    assert not any("hf_flash2" in name for module in training.model.modules() for name in vars(module))
+
+
+def test_an_arm_that_computes_something_else_is_found(capsys, monkeypatch):
+    def scores_halved(training, step):
+        layers = [layer.self_attn for layer in training.model.model.layers]
+        for attention in layers:
+            attention.scaling /= 2
+        try:
+            return step(training)
+        finally:
+            for attention in layers:
+                attention.scaling *= 2
+
+    with arm_replaced(monkeypatch, "hf_flash2", scores_halved):
+        assert train() == 1
+    assert "tiny: the loss of hf_flash2 is" in capsys.readouterr().out
+
+
+def row(arm: str = "sdpa", **changes: object) -> bench.Row:
+    plain = bench.Row(
+        preset="1b-ragged", arm=arm, outcome="ok", tokens_per_second=1e4, tokens_per_second_p20=9e3, tokens_per_second_p80=1.1e4,
+        step_ms=1.0, peak_gib=60.0, loss=12.0, loss_difference=0.0, gradient_norm=1.0, gradient_ratio=1.0, backend=None, batch=16,
+        seqlen=2048, real_tokens=10000, parameters=10**9, gradient_checkpointing=False, timed_steps=12,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, None),
+        ({"loss_difference": 0.004, "gradient_ratio": 1.01}, None),
+        ({"loss_difference": -0.006}, "loss"),
+        ({"loss_difference": float("nan")}, "loss"),
+        ({"gradient_ratio": 0.9}, "gradient"),
+        ({"gradient_ratio": float("nan")}, "gradient"),
+        ({"outcome": "out of memory", "loss_difference": None, "gradient_ratio": None}, None),
+    ],
+)
+def test_disagreement(changes, found):
+    reason = bench.disagreement(row(**changes))
+    assert reason is None if found is None else f"the {found} of sdpa" in reason
+
+
+def test_presets_have_the_shapes_they_are_named_after():
+    ragged, layers, dense = (bench.PRESETS[name] for name in ("1b-ragged", "7b-layers-ragged", "1b-dense"))
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in bench.build(preset, torch.device("meta"), False).parameters()) for preset in (ragged, layers)]
+    assert sizes[0] == 1_235_814_400  # Llama 3.2 1B
+    assert sizes[1] == 2 * 32000 * 4096 + 4 * 202_383_360 + 4096  # a layer of Llama 7B has 202 M
+    assert (ragged.batch, ragged.seqlen, sum(ragged.lengths)) == (16, 2048, pytest.approx(0.33 * 16 * 2048, rel=1e-3))
+    assert (layers.batch, layers.seqlen, sum(layers.lengths)) == (4, 8192, pytest.approx(0.29 * 4 * 8192, rel=1e-3))
+    assert dense.lengths == (4096,) * 4
+
+
+def test_batch_is_padded_on_the_right_and_labels_are_the_real_tokens():
+    preset = bench.PRESETS["tiny"]
+    batch = bench.make_batch(preset, torch.device("cpu"))
+    for tokens, mask, labels, length in zip(*batch.values(), preset.lengths, strict=True):
+        assert mask.tolist() == [1] * length + [0] * (64 - length)
+        assert torch.equal(labels[:length], tokens[:length]) and (labels[length:] == -100).all()
+
+
+def test_plot_and_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    failed = dict.fromkeys(
+        ("tokens_per_second", "tokens_per_second_p20", "tokens_per_second_p80", "step_ms", "peak_gib", "loss", "loss_difference",
+         "gradient_norm", "gradient_ratio")
+    )  # fmt: skip
+    rows = [row("eager", outcome="out of memory", **failed), row("sdpa"), row(bench.PACKED), row("sdpa", preset="1b-dense", peak_gib=None)]
+    bench.plot(tmp_path / "t.png", rows, ENVIRONMENT)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert bench.format_row(rows[0]).split() == ["eager", "out", "of", "memory"]
+    assert bench.format_row(rows[1]).split()[:5] == ["sdpa", "10,000", "(9,000-11,000)", "1.0", "60.0"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    assert train("--device", "cuda") == 1
+    assert "there is no CUDA GPU" in capsys.readouterr().err
