@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "dispatch.h"
+#include "rotary.h"
 #include "sm80/run.h"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
@@ -102,6 +103,23 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dq", p.dq, packed);
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
+}
+
+void check_rotary(const HfFlash2RotaryParams& p) {
+  if (p.struct_size != sizeof p)
+    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  if (p.dtype != kFloat16 && p.dtype != kBFloat16) reject("dtype", "float16 (0) or bfloat16 (1)", std::to_string(p.dtype));
+  if (p.head_dim <= 0 || p.head_dim % 8 != 0) reject("head_dim", "a multiple of 8", std::to_string(p.head_dim));
+  if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 16 != 0)
+    reject("rotary_dim", "a multiple of 16, at most head_dim", std::to_string(p.rotary_dim));
+  if (p.batch < 0 || p.seqlen < 0 || p.heads_q < 0 || p.heads_k < 0)
+    reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.seqlen, p.heads_q, p.heads_k})));
+  check_tensor("q", p.q, false);
+  check_tensor("k", p.k, false);
+  check_tensor("q_out", p.q_out, false);
+  check_tensor("k_out", p.k_out, false);
+  for (const void* angles : {p.cos, p.sin})
+    check_tensor("cos and sin", {const_cast<void*>(angles), p.angle_batch_stride, p.angle_token_stride, 0}, false);
 }
 
 // The Hopper family is there when its architecture was built.
@@ -236,6 +254,15 @@ int hf_flash2_backward(const HfFlash2BackwardParams* params) {
       dispatch_dtype(params->forward.dtype, [&](auto dtype) { sm80::run_backward<decltype(head_dim)::value, decltype(dtype)>(*params); });
     });
     return kSm80;
+  });
+}
+
+int hf_flash2_rotary(const HfFlash2RotaryParams* params) {
+  return guarded([&]() -> int {
+    check_rotary(*params);
+    const DeviceGuard guard(params->device);
+    run_rotary(*params);
+    return 0;
   });
 }
 

@@ -76,6 +76,32 @@ typedef struct HfFlash2BackwardParams {
   int32_t reserved;
 } HfFlash2BackwardParams;
 
+typedef struct HfFlash2RotaryParams {
+  uint64_t struct_size;  // sizeof(HfFlash2RotaryParams), checked
+  void* stream;          // cudaStream_t
+
+  HfFlash2Tensor q;      // [B, S, H, D]
+  HfFlash2Tensor k;      // [B, S, Hk, D]
+  HfFlash2Tensor q_out;  // as q
+  HfFlash2Tensor k_out;  // as k
+
+  const void* cos;             // [B or 1, S, rotary_dim], of the tensors' type
+  const void* sin;             // as cos, with its strides
+  int64_t angle_batch_stride;  // 0 when one row of angles serves the whole batch
+  int64_t angle_token_stride;
+
+  int32_t device;  // CUDA device index
+  int32_t dtype;   // HfFlash2Dtype
+  int32_t batch;
+  int32_t seqlen;
+  int32_t heads_q;
+  int32_t heads_k;
+  int32_t head_dim;     // a multiple of 8
+  int32_t rotary_dim;   // a multiple of 16, at most head_dim; what is beyond it is copied
+  int32_t interleaved;  // non-zero: pairs are neighbours (2i, 2i + 1); zero: (i, i + rotary_dim / 2)
+  int32_t inverse;      // non-zero: the transposed map, for gradients
+} HfFlash2RotaryParams;
+
 enum HfFlash2Dtype { kFloat16 = 0, kBFloat16 = 1 };
 enum HfFlash2Family { kAuto = 0, kSm80 = 80, kSm90 = 90 };
 

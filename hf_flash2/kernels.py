@@ -15,6 +15,7 @@ _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 _FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
+_ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
 
 
 def forward(
@@ -85,6 +86,24 @@ def backward(
     workspace_bytes = native.checked(lib, lib.hf_flash2_backward_workspace_bytes(pack(0, 0)))
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=q.device)
     return native.checked(lib, lib.hf_flash2_backward(pack(workspace.data_ptr(), workspace_bytes)))
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    interleaved: bool, inverse: bool,
+) -> None:  # fmt: skip
+    """Run the rotary kernel on the current stream of q's device, into q_out and k_out, which are contiguous. Shapes as in rotary.py."""
+    device = q.get_device()
+    native.check_device(device)
+    lib = native.library()
+    copies: list[torch.Tensor] = []
+    batch, seqlen, heads_q, head_dim = q.shape
+    params = _ROTARY.pack(
+        _ROTARY.size, _current_stream(device), *_input(q, copies), *_input(k, copies), *_output(q_out), *_output(k_out),
+        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1),
+        device, _DTYPES[q.dtype], batch, seqlen, heads_q, k.shape[2], head_dim, cos.shape[2], interleaved, inverse,
+    )  # fmt: skip
+    native.checked(lib, lib.hf_flash2_rotary(params))
 
 
 def _pack_forward(

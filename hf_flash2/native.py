@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
 
 def _declare(lib: ctypes.CDLL) -> None:
     """Argument and return types of csrc/api.h."""
-    for name in ("hf_flash2_forward", "hf_flash2_backward"):
+    for name in ("hf_flash2_forward", "hf_flash2_backward", "hf_flash2_rotary"):
         getattr(lib, name).argtypes = [ctypes.c_char_p]
         getattr(lib, name).restype = ctypes.c_int
     lib.hf_flash2_backward_workspace_bytes.argtypes = [ctypes.c_char_p]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from .. import rotary
 from ..interface import attend
 
 
@@ -40,7 +41,7 @@ def rotary_attention(
     k = module.k_proj(hidden_states).view(head_shape)
     v = module.v_proj(hidden_states).view(head_shape)
     cos, sin = position_embeddings
-    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    q, k = _rotate(apply_rotary_pos_emb, q, k, cos, sin)
     if past_key_values is not None:
         k, v = update_cache(past_key_values, k, v, module.layer_idx, cache_position, sin=sin, cos=cos)
     out = attend(
@@ -49,6 +50,15 @@ def rotary_attention(
         dropout=module.attention_dropout if module.training else 0.0, sliding_window=sliding_window, **kwargs,
     )  # fmt: skip
     return module.o_proj(out.reshape(*batch_shape, -1)), None
+
+
+def _rotate(
+    apply_rotary_pos_emb: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated, by our kernel where it takes them and the family's function is the one of Transformers."""
+    if apply_rotary_pos_emb.__module__.startswith("transformers.") and rotary.can_fuse(q, k, cos, sin):
+        return rotary.apply_rotary(q, k, cos, sin)
+    return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
 
 def update_cache(

@@ -12,7 +12,7 @@ HOPPER, A100, SMALL = range(3)  # the devices that the emulator pretends to have
 
 
 class _Packer(struct.Struct):
-    """kernels._FORWARD with the emulated device in place of the -1 that CPU tensors give."""
+    """A layout of kernels.py with the emulated device in place of the -1 that CPU tensors give."""
 
     device = HOPPER
 
@@ -35,13 +35,14 @@ def load(path: Path) -> ctypes.CDLL:
 @contextmanager
 def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
     """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
-    packer = _Packer(kernels._FORWARD.format)
-    packer.device = device
     with monkeypatch.context() as patch:
+        for layout in ("_FORWARD", "_ROTARY"):
+            packer = _Packer(getattr(kernels, layout).format)
+            packer.device = device
+            patch.setattr(kernels, layout, packer)
         patch.setattr(native, "library", lambda: library)
         patch.setattr(native, "check_device", lambda index: None)
         patch.setattr(kernels, "_current_stream", lambda index: 0)
-        patch.setattr(kernels, "_FORWARD", packer)
         patch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
         library.emulator_schedule(seed, resident)
         yield

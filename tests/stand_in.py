@@ -29,7 +29,7 @@ class Library:
 
     def __init__(self, families=("sm80", "sm90"), capability=90):
         self.families, self.capability, self.error = families, capability, ""
-        self.calls: list[bytes] = []  # the params of every forward and backward
+        self.calls: list[bytes] = []  # the params of every forward, backward and rotary embedding
 
     def install(self, monkeypatch) -> "Library":
         """Make it what `native` has loaded, and CPU tensors packable for it."""
@@ -48,6 +48,10 @@ class Library:
 
     def hf_flash2_backward_workspace_bytes(self, params: bytes) -> int:
         return self.WORKSPACE_BYTES
+
+    def hf_flash2_rotary(self, params: bytes) -> int:
+        self.calls.append(params)
+        return 0
 
     def hf_flash2_build_info(self) -> bytes:
         return json.dumps({"families": self.families}).encode()

@@ -1,0 +1,69 @@
+"""Rotary position embedding in one CUDA kernel, bit for bit what eager attention computes in a dozen elementwise ones.
+
+out = x * cos + rotate(x) * sin (RoFormer, arXiv:2104.09864), with every product and sum rounded to the tensors' dtype. Used by the patched
+Llama and Mistral on a GPU; on a CPU, and for what `can_fuse` refuses, they keep the function of Transformers.
+"""
+
+import torch
+
+from . import kernels
+
+
+def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether `apply_rotary` takes these tensors, in eager mode. Compiled models need it not: the compiler fuses the elementwise form."""
+    batch, seqlen, _, head_dim = q.shape
+    return (
+        _on_gpu(q)
+        and not torch.compiler.is_compiling()
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and type(q) is type(k) is type(cos) is torch.Tensor
+        and cos.dim() == 3
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == seqlen
+        and cos.shape[2] % 16 == 0
+        and cos.shape[2] <= head_dim
+        and head_dim % 8 == 0
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+        and cos.data_ptr() % 16 == sin.data_ptr() % 16 == 0
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by their positions. Differentiable in q and k.
+
+    Args:
+        q: [B, S, H, D]; k: [B, S, Hk, D], float16 or bfloat16, any strides, D a multiple of 8.
+        cos, sin: [B or 1, S, R] of the same dtype, contiguous, as Transformers' rotary modules give them (every angle twice). R, a multiple
+            of 16, may be smaller than D: what is beyond is not rotated.
+        interleaved: pairs are neighbours (2i, 2i + 1), as in GLM and Cohere; otherwise (i, i + R / 2), as in Llama.
+    Returns:
+        q and k, new and contiguous. NOTE: not in place, though autograd would allow it behind a linear layer: a forward hook on the
+        projection may have kept its output, and rotated and unrotated q do not live at the same time but for this call.
+    """
+    return _Rotary.apply(q, k, cos, sin, interleaved, False)
+
+
+class _Rotary(torch.autograd.Function):
+    """The rotation and its transpose, which are each other's gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, interleaved, inverse):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.inverse = interleaved, inverse
+        q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+        kernels.rotary(q, k, q_out, k_out, cos, sin, interleaved, inverse)
+        return q_out, k_out
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        return *_Rotary.apply(dq, dk, cos, sin, ctx.interleaved, not ctx.inverse), None, None, None, None

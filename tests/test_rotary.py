@@ -1,0 +1,140 @@
+"""The rotary kernel against the formula in PyTorch, bit for bit, forward and backward: in the emulator on a CPU, and on a GPU."""
+
+import emulated
+import pytest
+import stand_in
+import torch
+from emulator import build
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+
+from hf_flash2 import rotary
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def library():
+    return None if CUDA else emulated.load(build.build(("forward_sm80_hdim64_bf16",)))
+
+
+@pytest.fixture
+def device(library, monkeypatch):
+    if CUDA:
+        yield torch.device("cuda")
+        return
+    with emulated.running(monkeypatch, library):
+        yield torch.device("cpu")
+
+
+if not CUDA:
+    pytestmark = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable()))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """[B, S, H, D], operation by operation in x's dtype."""
+    rotary_dim = cos.shape[-1]
+    cos, sin, turned, rest = cos.unsqueeze(2), sin.unsqueeze(2), x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        partner = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        partner = torch.cat((-second, first), -1)
+    return torch.cat((turned * cos + partner * sin, rest), -1)
+
+
+def problem(device, dtype, head_dim, rotary_dim, interleaved, batch=2, seqlen=5, heads=(4, 2), angle_rows=1, paired=True):
+    """q and k as a fused projection gives them, and angles that differ from token to token; paired: both of a pair have the same."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [heads[0] * head_dim, heads[1] * head_dim, heads[1] * head_dim]
+    projection = torch.randn(batch, seqlen, sum(sizes), generator=generator).to(device, dtype)
+    q, k, _ = projection.split(sizes, -1)
+    angles = 3 * torch.randn(angle_rows, seqlen, rotary_dim // 2 if paired else rotary_dim, generator=generator)
+    if paired:
+        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    q, k = (x.unflatten(-1, (-1, head_dim)).detach().requires_grad_() for x in (q, k))
+    return q, k, angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def outputs_and_gradients(function, q, k) -> list[torch.Tensor]:
+    outputs = function()
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, (q, k), gradients)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (96, 96), (80, 32), (256, 64), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bit_for_bit(device, dtype, head_dim, rotary_dim, interleaved):
+    for angle_rows, heads, paired in ((1, (4, 2), True), (2, (3, 1), False)):
+        q, k, cos, sin = problem(device, dtype, head_dim, rotary_dim, interleaved, heads=heads, angle_rows=angle_rows, paired=paired)
+        found = outputs_and_gradients(lambda args=(q, k, cos, sin): rotary.apply_rotary(*args, interleaved), q, k)
+        wanted = outputs_and_gradients(lambda args=(q, k, cos, sin): [rotated(x, *args[2:], interleaved) for x in args[:2]], q, k)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.equal(ours, theirs) and ours.isfinite().all()
+
+
+def test_what_transformers_computes(device):
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False)
+    found = rotary.apply_rotary(q, k, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(found, llama_rotary(q, k, cos, sin, unsqueeze_dim=2), strict=True))
+    assert not torch.equal(found[0], q)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 32, True)
+    angles = [torch.cat((x[..., ::2],) * 2, -1) for x in (cos, sin)]  # GLM's function repeats each angle itself
+    expected = glm_rotary(q, k, *angles, unsqueeze_dim=2)
+    assert all(torch.equal(a, b) for a, b in zip(rotary.apply_rotary(q, k, cos, sin, interleaved=True), expected, strict=True))
+
+
+def test_an_empty_batch(device):
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False, seqlen=0)
+    assert [x.shape for x in rotary.apply_rotary(q, k, cos, sin)] == [q.shape, k.shape]
+
+
+def test_what_the_kernel_cannot_take_is_an_error(device):
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 24, False)
+    with pytest.raises(ValueError, match="rotary_dim must be a multiple of 16, at most head_dim, got 24"):
+        rotary.apply_rotary(q, k, cos, sin)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False)
+    assert rotary.apply_rotary(q, k, cos, sin)[0].isfinite().all()
+
+
+def test_params_are_those_of_the_header(monkeypatch):
+    library = stand_in.Library().install(monkeypatch)
+    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 32, True, angle_rows=2)
+    q_out, k_out = rotary.apply_rotary(q, k, cos, sin, interleaved=True)
+    params = stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[0])
+    assert (params.struct_size, params.stream) == (len(library.calls[0]), 7)
+    for name, x in (("q", q), ("k", k), ("q_out", q_out), ("k_out", k_out)):
+        packed = getattr(params, name)
+        assert (packed.data, packed.batch_stride, packed.token_stride, packed.head_stride) == (x.data_ptr(), *x.stride()[:3])
+    assert (params.cos, params.sin, params.angle_batch_stride, params.angle_token_stride) == (cos.data_ptr(), sin.data_ptr(), 5 * 32, 32)
+    numbers = ("device", "dtype", "batch", "seqlen", "heads_q", "heads_k", "head_dim", "rotary_dim", "interleaved", "inverse")
+    assert [getattr(params, name) for name in numbers] == [-1, 1, 2, 5, 4, 2, 64, 32, 1, 0]
+    q_out.sum().backward()
+    assert stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[1]).inverse == 1
+    rotary.apply_rotary(*problem("cpu", torch.bfloat16, 64, 32, False))
+    assert stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[2]).angle_batch_stride == 0
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+
+def test_which_tensors_are_fused(monkeypatch):
+    """On a CPU none. On a GPU those of one half type, aligned, with angles for each token; the rest keeps Transformers' function."""
+    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 64, False)
+    assert not rotary.can_fuse(q, k, cos, sin)
+    monkeypatch.setattr(rotary, "_on_gpu", lambda x: True)
+    assert rotary.can_fuse(q, k, cos, sin)
+    assert rotary.can_fuse(q, k, cos[..., :32].contiguous(), sin[..., :32].contiguous())
+    refused = {
+        "float32": [x.float() for x in (q, k, cos, sin)],
+        "angles of another dtype": [q, k, cos.float(), sin.float()],
+        "strided angles": [q, k, *(x[..., ::2] for x in (cos, sin))],
+        "angles for other tokens": [q, k, cos[:, :3].contiguous(), sin[:, :3].contiguous()],
+        "a rotary dim that is no multiple of 16": [q, k, cos[..., :24].contiguous(), sin[..., :24].contiguous()],
+        "angles with a gradient": [q, k, cos.clone().requires_grad_(), sin],
+        "tensor subclasses": [q.as_subclass(OnGpu), k, cos, sin],
+    }
+    assert [name for name, tensors in refused.items() if rotary.can_fuse(*tensors)] == []
