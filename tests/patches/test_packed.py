@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import small_models
+import tiny_models
 import torch
 import torch.nn.functional as F
 import transformers
@@ -65,6 +66,24 @@ def test_loss_and_every_gradient(family, padding, checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
     assert_close(loss_and_gradients(model, **inputs, labels=small_models.labels(inputs)), expected)
     assert set(report.calls.values()) == ({1} if checkpointing == "no checkpointing" else {2})
+    assert report.forwards.get("packed", 0) == runs_packed(family, padding)
+
+
+@pytest.mark.parametrize("dtype", tiny_models.DTYPES, ids=str)
+@pytest.mark.parametrize("padding", ["left", "holes"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_exact_as_eager_in_every_dtype(family, padding, dtype, device):
+    """On a GPU, where there is one, and by its kernels: loss and gradients as close to float32 as eager's in the same dtype."""
+    truth = small_models.model(family).to(device).train()
+    eager, model = (copy.deepcopy(truth).to(dtype) for _ in range(2))
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch(padding) | {"labels": small_models.labels(batch(padding))}
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    expected, theirs, ours = (loss_and_gradients(each, **inputs) for each in (truth, eager, model))
+    losses = [results.pop("loss").item() for results in (ours, theirs, expected)]
+    assert abs(losses[0] - losses[2]) <= 3 * abs(losses[1] - losses[2]) + (1e-3 if dtype != torch.float32 else 1e-5) * losses[2]
+    for name, value in expected.items():
+        tiny_models.assert_as_exact_as_eager(ours[name], theirs[name], value, factor=3.0, name=name)
     assert report.forwards.get("packed", 0) == runs_packed(family, padding)
 
 
