@@ -8,7 +8,7 @@ PYTEST_FLAGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools.command.bdist_wheel
-CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+CPP_SOURCES = $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 .PHONY: demo test build lint format bench clean
 

@@ -275,6 +275,11 @@ void let_others_run() {
   if (schedule.seed == 1 || (schedule.seed > 1 && machine.draw() % 2 == 0)) wait(Wait::kOthers, 0);
 }
 
+void announce_change() {
+  notice_changes();
+  let_others_run();
+}
+
 void wake(Block& block, Wait::Kind kind, uint64_t where) {
   for (size_t i = 0; i < block_size.x; ++i) {
     Fiber& fiber = block.fibers[i];

@@ -89,6 +89,8 @@ void let_others_run();
 
 // Waits until *address differs from `value` if this thread has seen `value` there before: how spinning ends up in the deadlock check.
 void wait_for_change(const int32_t* address);
+// After changing what others may wait for.
+void announce_change();
 
 // ---- Shared memory ----
 void* dynamic_shared_base(size_t alignment);

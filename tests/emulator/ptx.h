@@ -66,7 +66,7 @@ inline void ld_acquire_gpu_global_s32(int& value, const int* address) {
 }
 inline void red_release_gpu_global_add_s32(int* address, int value) {
   *address += value;
-  let_others_run();
+  announce_change();
 }
 template <typename T>
 void red_global_add_v4_f32(float* address, const std::array<T*, 4>& x) {
