@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput
 
 from .binding import by_name, upstream
+from .packed import token_shape
 
 CHUNK_BYTES = 256 * 2**20  # of float32 logits that exist at a time; a chunk has at least one row
 
@@ -23,7 +24,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     inputs = by_name(model, args, kwargs)
     labels = inputs.get("labels")
     only_the_loss = (
-        model.training and labels is not None and labels.dim() == 2 and not inputs.get("output_attentions")
+        model.training and labels is not None and labels.shape == token_shape(inputs) and not inputs.get("output_attentions")
         and inputs.get("return_dict") is not False and inputs.get("encoder_hidden_states") is None
         and isinstance(inputs.get("logits_to_keep", 0), int) and not inputs.get("logits_to_keep")
         and model.loss_function is ForCausalLMLoss

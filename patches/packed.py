@@ -78,14 +78,14 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
         routes[layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
         return None
-    tokens = _tokens(inputs)
+    device = _tokens(inputs).device
     if inputs.get("position_ids") is None:
-        inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=tokens.device).unsqueeze(0)}
+        inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=device).unsqueeze(0)}
     packed = {
         name: layout.pack(x.expand(layout.batch, *x.shape[1:])) if name in _PER_TOKEN and x is not None else x for name, x in inputs.items()
     }
     packed.pop("cache_position", None)
-    cu_seqlens = layout.cu_seqlens.to(tokens.device)
+    cu_seqlens = layout.cu_seqlens.to(device)
     packed |= {
         "attention_mask": None, "use_cache": False, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens,
         "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
@@ -95,9 +95,10 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
 
 def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
     """Why this call cannot or need not be packed, as the report counts it; None when the mask decides."""
-    mask, shape = inputs["attention_mask"], _tokens(inputs).shape[:2]
-    use_cache = inputs.get("use_cache")
-    if inputs.get("past_key_values") is not None or use_cache or (use_cache is None and not module.training and module.config.use_cache):
+    mask, shape, use_cache = inputs["attention_mask"], token_shape(inputs), inputs.get("use_cache")
+    if use_cache is None:  # in training nobody looks at it
+        use_cache = not module.training and getattr(module.config, "use_cache", True)
+    if use_cache or inputs.get("past_key_values") is not None:
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"
@@ -135,6 +136,11 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
         return "with padding inside a row, under a sliding window"
     cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return Packing(mask.flatten().nonzero().flatten(), cu_seqlens, longest, batch, seqlen)
+
+
+def token_shape(inputs: dict) -> torch.Size:
+    """[B, S] of the inputs of a model's forward."""
+    return _tokens(inputs).shape[:2]
 
 
 def _tokens(inputs: dict) -> torch.Tensor:

@@ -247,6 +247,15 @@ def test_what_padding_predicts_is_not_counted(padding):
     assert_close(loss_and_gradients(model, **inputs, labels=labels), wanted)
 
 
+def test_labels_of_another_shape_are_upstreams_error():
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)[:, 1:]
+    for each in (eager, model):
+        with pytest.raises(ValueError, match="batch_size"):
+            each(**inputs, labels=labels)
+
+
 def test_a_loss_function_of_the_user_gets_logits():
     _, model, _ = twins("llama")
     inputs = batch("right")
