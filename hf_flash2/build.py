@@ -38,8 +38,8 @@ MIN_TOOLKIT = (12, 0)
 GIB = 1 << 30
 BYTES_PER_JOB = 2 * GIB
 COMMON_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"]
-# ptxas gave up on something a kernel counts on. C7508: setmaxnreg ignored; C7510, C7514, C7515: wgmma serialised.
-PTXAS_MESSAGES = ("C7508", "C7510", "C7514", "C7515")
+# ptxas gave up on something a kernel counts on. C7508: setmaxnreg ignored; C7510, C7512, C7514, C7515: wgmma serialised.
+PTXAS_MESSAGES = ("C7508", "C7510", "C7512", "C7514", "C7515")
 
 Say = Callable[[str], None]
 
