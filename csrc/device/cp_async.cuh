@@ -1,10 +1,8 @@
 // Asynchronous 16-byte copies from global to shared memory (sm_80 and later). PTX ISA: "cp.async", non-bulk.
 #pragma once
-#include <stdint.h>
+#include "device/shared_memory.cuh"
 
 namespace hf_flash2 {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false (the source is then not read).
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {

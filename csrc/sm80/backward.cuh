@@ -12,6 +12,7 @@
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
 #include "device/reduce_add.cuh"
+#include "device/semaphore.cuh"
 #include "sm80/gemm.cuh"
 #include "tiles.h"
 
@@ -35,20 +36,15 @@ struct BackwardShape : BackwardTile<kHeadDim, kVariant> {
 
 // Waits until it is this block's turn to add to a dQ tile: key blocks add in ascending order, so that the sum is the same every time.
 // Blocks with lower numbers were launched earlier, so the wait always ends.
-__device__ __forceinline__ void wait_turn(int32_t* semaphore, int turn) {
-  if (threadIdx.x == 0) {
-    int value;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
-    } while (value != turn);
-  }
+__device__ __forceinline__ void wait_turn(const int32_t* semaphore, int turn) {
+  if (threadIdx.x == 0) semaphore_wait(semaphore, turn);
   __syncthreads();
 }
 
 __device__ __forceinline__ void pass_turn(int32_t* semaphore) {
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+  if (threadIdx.x == 0) semaphore_pass(semaphore);
 }
 
 template <int kHeadDim, typename T, TileVariant kVariant, bool kDropout>

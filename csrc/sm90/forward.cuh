@@ -8,10 +8,10 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
-#include "device/cp_async.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "sm90/clear_rows.cuh"
 #include "sm90/scheduler.h"
 #include "sm90/store.cuh"
 #include "tiles.h"
@@ -128,17 +128,6 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   });
 }
 
-// Zeros the rows of a V stage from row_end on: behind a sequence lies another one or padding, and 0 * NaN would be NaN.
-template <typename Shape>
-__device__ __forceinline__ void clear_value_rows(uint32_t v, int row_end) {
-  constexpr int kChunks = Shape::kBlockN * 8 * Shape::kPanels;  // of 16 bytes
-  for (int i = threadIdx.x; i < kChunks; i += Shape::kConsumers * 128) {
-    if (i / 8 % Shape::kBlockN >= row_end) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + i * 16), "r"(0) : "memory");
-  }
-  async_proxy_fence();
-  named_barrier_sync(1, Shape::kConsumers * 128);
-}
-
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
@@ -191,7 +180,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       int block = task.key_block_end - 1;
       if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_value_rows<Shape>(shared.v(use % kStages), task.k.length - block * kBlockN);
+        clear_rows<kBlockN, Shape::kPanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
+        async_proxy_fence();
+        named_barrier_sync(1, kConsumers * 128);
       }
       mbarrier_wait(shared.q_full(), query_use & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
