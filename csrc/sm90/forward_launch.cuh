@@ -7,9 +7,6 @@
 
 namespace hf_flash2::sm90 {
 
-// Causal without a window: the work of a query block grows with its row.
-inline bool is_triangular(const HfFlash2ForwardParams& params) { return params.window_right >= 0 && params.window_left < 0; }
-
 template <typename Shape, typename T>
 void launch_forward(const HfFlash2ForwardParams& params) {
   const bool packed = params.sequences_q.cu_seqlens != nullptr, ragged = packed || params.sequences_q.ranges || params.sequences_k.ranges;
@@ -26,8 +23,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   // thread block and the hardware balances. Causal work grows with the row: pairs make it equal, longest first lets the short fill up.
   const bool triangular = is_triangular(params);
   TileScheduler& scheduler = arguments.scheduler;
-  scheduler.order = !triangular ? TileOrder::kByHead : ragged ? TileOrder::kLongestFirst : TileOrder::kPairs;
-  scheduler.query_blocks = static_cast<int>(ceil_div(params.max_seqlen_q, Shape::kBlockM));
+  scheduler.order = !triangular ? TileOrder::kByHead : ragged ? TileOrder::kLastBlockFirst : TileOrder::kPairs;
+  scheduler.blocks = static_cast<int>(ceil_div(params.max_seqlen_q, Shape::kBlockM));
   scheduler.heads = params.heads_q * params.batch;
   scheduler.group = 16;
   const int64_t units = scheduler.units();
