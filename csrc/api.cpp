@@ -132,6 +132,7 @@ constexpr bool contains(const char* text, const char* word) {
   return false;
 }
 constexpr bool kHasSm90 = contains(HF_FLASH2_ARCHS, "sm_90a");
+constexpr bool kHasSm90Backward = kHasSm90 && (is_built(64) || is_built(96) || is_built(sm90::kMaxBackwardHeadDim));
 
 // Why the Hopper forward cannot run any call on this device, or null when it can run a plain one.
 const char* reason_not_sm90(int device) {
@@ -160,10 +161,39 @@ HfFlash2Family choose_family(int family, const char* reason) {
   return reason == nullptr ? kSm90 : kSm80;
 }
 
-int64_t workspace_bytes(const HfFlash2BackwardParams& params) {
-  return dispatch_head_dim<int64_t>(params.forward.head_dim, [&](auto head_dim) {
-    return dispatch_dtype(params.forward.dtype,
-                          [&](auto dtype) { return sm80::backward_workspace_bytes<decltype(head_dim)::value, decltype(dtype)>(params); });
+// NOTE: the Hopper backward is proven on the emulated GPU only (tests/emulator): until a real one has shown it right and faster, only
+// HF_FLASH2_FAMILY=sm90 asks for it.
+constexpr bool kSm90BackwardByDefault = false;
+
+// Why the Hopper backward cannot run this call, or null when it can.
+const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
+  if (p.forward.head_dim > sm90::kMaxBackwardHeadDim) return "it has no tiles for this head dim";
+  if (const char* reason = reason_not_sm90(p.forward)) return reason;
+  const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
+  if (!sm90::tma_can_read(p.dout, packed ? p.forward.total_q : p.forward.max_seqlen_q, p.forward.heads_q, packed ? 1 : p.forward.batch))
+    return "TMA cannot read dout (expanded with stride 0)";
+  return nullptr;
+}
+
+struct BackwardKernels {
+  HfFlash2Family family;
+  void (*run)(const HfFlash2BackwardParams&);
+  int64_t (*workspace_bytes)(const HfFlash2BackwardParams&);
+};
+
+// Unlike in the forward, a forced Hopper family gives way to sm80 where it has no backward.
+BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
+  const bool hopper = params.forward.family == kSm90 || (params.forward.family == kAuto && kSm90BackwardByDefault);
+  return dispatch_head_dim<BackwardKernels>(params.forward.head_dim, [&](auto head_dim) {
+    return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
+      constexpr int kHeadDim = decltype(head_dim)::value;
+      using T = decltype(dtype);
+      if constexpr (kHasSm90 && kHeadDim <= sm90::kMaxBackwardHeadDim) {
+        if (hopper && reason_not_sm90_backward(params) == nullptr)
+          return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
+      }
+      return {kSm80, sm80::run_backward<kHeadDim, T>, sm80::backward_workspace_bytes<kHeadDim, T>};
+    });
   });
 }
 
@@ -239,7 +269,7 @@ int hf_flash2_forward_family(int device, int family) {
 int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params) {
   return guarded([&]() -> int64_t {
     check_backward(*params);
-    return workspace_bytes(*params);
+    return choose_backward(*params).workspace_bytes(*params);
   });
 }
 
@@ -247,13 +277,12 @@ int hf_flash2_backward(const HfFlash2BackwardParams* params) {
   return guarded([&]() -> int {
     check_backward(*params);
     const DeviceGuard guard(params->forward.device);
-    const int64_t needed = workspace_bytes(*params);
+    const BackwardKernels kernels = choose_backward(*params);
+    const int64_t needed = kernels.workspace_bytes(*params);
     if (params->workspace_bytes < static_cast<uint64_t>(needed))
       reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params->workspace_bytes));
-    dispatch_head_dim<void>(params->forward.head_dim, [&](auto head_dim) {
-      dispatch_dtype(params->forward.dtype, [&](auto dtype) { sm80::run_backward<decltype(head_dim)::value, decltype(dtype)>(*params); });
-    });
-    return kSm80;
+    kernels.run(*params);
+    return kernels.family;
   });
 }
 
@@ -298,7 +327,7 @@ const char* hf_flash2_build_info(void) {
   static const std::string info =
       std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
                   "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
-      (kHasSm90 ? ", \"sm90\"]" : "]") + ", \"backward_families\": [\"sm80\"]}";
+      (kHasSm90 ? ", \"sm90\"]" : "]") + ", \"backward_families\": [\"sm80\"" + (kHasSm90Backward ? ", \"sm90\"]}" : "]}");
   return info.c_str();
 }
 

@@ -140,4 +140,28 @@ struct ForwardTile<256> {
   static constexpr bool kLazyRescale = true;
 };
 
+// Backward. A block is two warpgroups of 64 keys each (N = 128) and one that loads and adds dQ. Shared memory: K + V + kStages (Q + dO) + dS
+// + dQ in fp32 = (4 N + 4 kStages M + 4 M) D' + 2 M N bytes of 227 KB, D' = D rounded up to 64: 160 KB at d 64, 176 KB at d 96 and 128.
+// Accumulator registers of a consumer thread: S and dP = M / 2 each, dK and dV = D / 2 each, 192 of 240 at d 64 and 128; dQ takes the place
+// of S. M is what D' leaves: each warpgroup computes 64 x 64 of dQ.
+// Above d 128 dK and dV of 64 keys alone take 192 or 256 registers: they would have to be halved over both warpgroups, with P and dS both in
+// shared memory, and leave one stage of Q and dO. sm80 serves there.
+template <int kHeadDim>
+struct BackwardTile;
+template <>
+struct BackwardTile<64> {
+  static constexpr int kBlockM = 128, kStages = 2;
+  static constexpr bool kRoundedP = true;
+};
+template <>
+struct BackwardTile<96> {
+  static constexpr int kBlockM = 64, kStages = 2;
+  static constexpr bool kRoundedP = false;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int kBlockM = 64, kStages = 2;
+  static constexpr bool kRoundedP = false;
+};
+
 }  // namespace hf_flash2::sm90

@@ -31,7 +31,7 @@ class _PatchesFinder:
 sys.meta_path.append(_PatchesFinder)  # last: an installed hf_flash2.patches wins
 
 
-from hf_flash2 import native  # noqa: E402
+from hf_flash2 import kernels, native  # noqa: E402
 
 # PERF: tensors here are small; threads waiting for each other cost more than they bring (busy 2-core EPYC: 168 s, with one thread 34 s).
 torch.set_num_threads(1)
@@ -69,6 +69,19 @@ def dropout_family(request, monkeypatch) -> str:
     if request.param != NO_FAMILY:
         monkeypatch.setenv("HF_FLASH2_FAMILY", request.param)
     return request.param
+
+
+@pytest.fixture
+def backward_families(monkeypatch) -> list[str]:
+    """Names of the kernel families that ran the backward calls of this test, in order; stays empty on the reference backend."""
+    ran, backward = [], kernels.backward
+    names = {number: name for name, number in native.FAMILIES.items()}
+
+    def recorded(*args):
+        ran.append(names[backward(*args)])
+
+    monkeypatch.setattr(kernels, "backward", recorded)
+    return ran
 
 
 @pytest.fixture

@@ -43,6 +43,13 @@ struct Mask {
     return max(0, last_key(min(row_end, len_q) - 1) + block_n) / block_n;
   }
 
+  // First and last query (inclusive) that may see key j; empty when first > last, as it is for a hole and for keys past the end.
+  __device__ __forceinline__ int first_query(int key) const { return key - shift() - right(); }
+  __device__ __forceinline__ int last_query(int key) const {
+    const bool real = key < len_k && (visible == nullptr || visible[key] != 0);
+    return real ? key - shift() + left() : -1;
+  }
+
   // Query blocks [begin, end) with some row that sees a key of [key_begin, key_end).
   __device__ __forceinline__ int query_block_begin(int key_begin, int block_m) const {
     return max(0, key_begin - shift() - right()) / block_m;
@@ -79,6 +86,19 @@ struct Mask {
             if (n * 8 + c < first || n * 8 + c > last) scores[m][n][half * 2 + c] = -INFINITY;
           }
         }
+      }
+    }
+  }
+
+  // The same for scores computed the other way round: rows are keys, columns queries. `first` and `last` are first_query and last_query of
+  // this thread's two keys, holes included, relative to its first column (2 * (lane % 4) of the tile).
+  template <int kNTiles>
+  static __device__ __forceinline__ void apply_transposed(float (&scores)[kNTiles][4], const int (&first)[2], const int (&last)[2]) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (n * 8 + c % 2 < first[c / 2] || n * 8 + c % 2 > last[c / 2]) scores[n][c] = -INFINITY;
       }
     }
   }

@@ -10,8 +10,10 @@ namespace hf_flash2 {
 
 constexpr int kPreprocessThreads = 256;
 
-// One block of threads per query block. Rows past the end of a sequence get lse = +inf, so that P = exp2(S - lse) = 0 without a row mask.
-template <int kBlockM, int kHeadDim, typename T>
+// One block of threads per query block; a tile of the dQ accumulator has kColumns columns. Rows past the end of a sequence get lse = +inf,
+// so that P = exp2(S - lse) = 0 without a row mask. kFamily only keeps the kernels of the families apart, which are compiled for different
+// architectures: two of one name in one library, and the runtime may find the wrong one.
+template <HfFlash2Family kFamily, int kBlockM, int kColumns, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
@@ -21,11 +23,11 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (query_block * kBlockM >= seq.length) return;
 
-  const Workspace workspace(params, kBlockM, kHeadDim);
+  const Workspace workspace(params, kBlockM, kColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
   if (threadIdx.x == 0) workspace.semaphores[tile] = 0;
-  float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kHeadDim);
-  for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kColumns);
+  for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
   // 8 lanes a row, 8 elements a lane and step.
   const T* out = token_pointer<const T>(forward.out, batch, head, seq.start);

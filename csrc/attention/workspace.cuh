@@ -9,7 +9,7 @@ namespace hf_flash2 {
 // than one block), at b * ceil(Sq / block_m) when dense.
 struct Workspace {
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
-  float* dq;            // [H, blocks, block_m * head_dim]: dQ / softmax_scale, in the accumulation order of the kernel family
+  float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
   int32_t* semaphores;  // [H, blocks]: whose turn it is to add to a block of dq, in deterministic mode
   int64_t blocks;       // query blocks of one head, over all sequences
 
@@ -18,16 +18,16 @@ struct Workspace {
     return static_cast<int64_t>(params.batch) * ((params.max_seqlen_q + block_m - 1) / block_m);
   }
 
-  __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int head_dim) {
+  __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int columns) {
     const int64_t tiles = query_blocks(params, block_m) * params.heads_q;
-    return tiles * (block_m * (head_dim + 2) + 1) * 4;
+    return tiles * (block_m * (columns + 2) + 1) * 4;
   }
 
-  __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int head_dim)
+  __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int columns)
       : blocks(query_blocks(params.forward, block_m)) {
     const int64_t tiles = blocks * params.forward.heads_q;
     dq = static_cast<float*>(params.workspace);
-    delta = dq + tiles * block_m * head_dim;
+    delta = dq + tiles * block_m * columns;
     semaphores = reinterpret_cast<int32_t*>(delta + tiles * block_m * 2);
   }
 

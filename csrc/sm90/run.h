@@ -1,10 +1,22 @@
 // The entry points of the Hopper family, one instance per head dim and dtype, each compiled in a file of its own (instantiate.py).
 #pragma once
+#include <stdint.h>
+
 #include "params.h"
 
 namespace hf_flash2::sm90 {
 
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params);
+
+// Head dims with a backward (instantiate.py): above, sm80 serves; tiles.h says why.
+constexpr int kMaxBackwardHeadDim = 128;
+
+template <int kHeadDim, typename T>
+void run_backward(const HfFlash2BackwardParams& params);
+
+// Bytes of device scratch run_backward needs.
+template <int kHeadDim, typename T>
+int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params);
 
 }  // namespace hf_flash2::sm90
