@@ -132,7 +132,6 @@ constexpr bool contains(const char* text, const char* word) {
   return false;
 }
 constexpr bool kHasSm90 = contains(HF_FLASH2_ARCHS, "sm_90a");
-constexpr bool kHasSm90Backward = kHasSm90 && (is_built(64) || is_built(96) || is_built(sm90::kMaxBackwardHeadDim));
 
 // Why the Hopper forward cannot run any call on this device, or null when it can run a plain one.
 const char* reason_not_sm90(int device) {
@@ -167,7 +166,6 @@ constexpr bool kSm90BackwardByDefault = false;
 
 // Why the Hopper backward cannot run this call, or null when it can.
 const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
-  if (p.forward.head_dim > sm90::kMaxBackwardHeadDim) return "it has no tiles for this head dim";
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   if (!sm90::tma_can_read(p.dout, packed ? p.forward.total_q : p.forward.max_seqlen_q, p.forward.heads_q, packed ? 1 : p.forward.batch))
@@ -188,7 +186,7 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
-      if constexpr (kHasSm90 && kHeadDim <= sm90::kMaxBackwardHeadDim) {
+      if constexpr (kHasSm90) {
         if (hopper && reason_not_sm90_backward(params) == nullptr)
           return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
       }
@@ -327,7 +325,7 @@ const char* hf_flash2_build_info(void) {
   static const std::string info =
       std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
                   "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
-      (kHasSm90 ? ", \"sm90\"]" : "]") + ", \"backward_families\": [\"sm80\"" + (kHasSm90Backward ? ", \"sm90\"]}" : "]}");
+      (kHasSm90 ? ", \"sm90\"]" : "]") + ", \"backward_families\": [\"sm80\"" + (kHasSm90 ? ", \"sm90\"]}" : "]}");
   return info.c_str();
 }
 

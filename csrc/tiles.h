@@ -140,28 +140,37 @@ struct ForwardTile<256> {
   static constexpr bool kLazyRescale = true;
 };
 
-// Backward. A block is two warpgroups of 64 keys each (N = 128) and one that loads and adds dQ. Shared memory: K + V + kStages (Q + dO) + dS
-// + dQ in fp32 = (4 N + 4 kStages M + 4 M) D' + 2 M N bytes of 227 KB, D' = D rounded up to 64: 160 KB at d 64, 176 KB at d 96 and 128.
-// Accumulator registers of a consumer thread: S and dP = M / 2 each, dK and dV = D / 2 each, 192 of 240 at d 64 and 128; dQ takes the place
-// of S. M is what D' leaves: each warpgroup computes 64 x 64 of dQ.
-// Above d 128 dK and dV of 64 keys alone take 192 or 256 registers: they would have to be halved over both warpgroups, with P and dS both in
-// shared memory, and leave one stage of Q and dO. sm80 serves there.
+// Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:
+// (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and 4 M D' for dQ on its way out (to d 128) or 2 M N for P (above).
+// To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
+// d 64 and 128; dQ takes the place of S. M is what D' leaves for dQ in two pieces of 64 x 64.
+// Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 64 of dQ: 224 at d 256.
+// kRoundedP: dS = P (dP - delta) with P as rounded for dV. With P in fp32 d 64 has no registers to start dV before dP is awaited: ptxas
+// serialises every wgmma (C7512).
 template <int kHeadDim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kBlockM = 128, kStages = 2;
+  static constexpr int kBlockM = 128, kBlockN = 128, kStages = 2;
   static constexpr bool kRoundedP = true;
 };
 template <>
 struct BackwardTile<96> {
-  static constexpr int kBlockM = 64, kStages = 2;
+  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2;
   static constexpr bool kRoundedP = false;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kBlockM = 64, kStages = 2;
+  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2;
   static constexpr bool kRoundedP = false;
+};
+template <>
+struct BackwardTile<192> {
+  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2;
+};
+template <>
+struct BackwardTile<256> {
+  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2;
 };
 
 }  // namespace hf_flash2::sm90

@@ -72,6 +72,8 @@ def backward(
     """Run the backward kernels on the current stream of q's device, into dq, dk, dv. Returns the kernel family that ran."""
     native.check_device(q.get_device())
     lib = native.library()
+    if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
+        dout = dout.contiguous()
     copies: list[torch.Tensor] = []
     forward_params = _pack_forward(
         copies, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,

@@ -57,11 +57,6 @@ class Case:
         return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
 
     @property
-    def beyond_hopper_backward(self) -> bool:
-        """The backward of the Hopper family leaves this case to the other one, without a word."""
-        return self.beyond_hopper or self.head_dim > 128 or self.layout == "expanded_dout"
-
-    @property
     def scores(self) -> int:
         """How many scores an eager implementation materialises: what a case costs the oracle."""
         return len(self.lengths_q) * self.heads[0] * max(self.lengths_q) * max(self.lengths_k)

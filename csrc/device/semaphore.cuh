@@ -4,12 +4,12 @@
 
 namespace hf_flash2 {
 
-// Waits until `turn` turns have been passed; what the passers wrote before can be seen. Called by one thread.
-__device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int turn) {
+// Waits until at least `turns` turns have been passed; what the passers wrote before can be seen. Called by one thread.
+__device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int turns) {
   int value;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
-  } while (value != turn);
+  } while (value < turns);
 }
 
 __device__ __forceinline__ void semaphore_pass(int32_t* semaphore) {

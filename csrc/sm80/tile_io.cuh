@@ -48,12 +48,7 @@ __device__ __forceinline__ void store_tile(uint32_t tile, T* head, int64_t token
     for (int group = 0; group < kColumns / 8 / kGroup; ++group) {
       const int chunk = group * kGroup + lane_chunk;
       if (chunk * 8 >= columns) continue;
-      uint4 value;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(tile + Swizzle<kColumns>::offset(row, chunk))
-                   : "memory");
-      *reinterpret_cast<uint4*>(destination + chunk * 8) = value;
+      *reinterpret_cast<uint4*>(destination + chunk * 8) = load_shared_uint4(tile + Swizzle<kColumns>::offset(row, chunk));
     }
   }
 }

@@ -3,6 +3,7 @@
 #include "attention/preprocess.cuh"
 #include "launch.h"
 #include "sm90/backward.cuh"
+#include "sm90/backward_wide.cuh"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
 
@@ -10,13 +11,12 @@ namespace hf_flash2::sm90 {
 
 template <int kHeadDim, typename T>
 int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
-  using Shape = BackwardShape<kHeadDim>;
-  return Workspace::bytes(params.forward, Shape::kBlockM, Shape::kDqColumns);
+  using Sizes = BackwardSizes<kHeadDim>;
+  return Workspace::bytes(params.forward, Sizes::kBlockM, Sizes::kDqColumns);
 }
 
-template <int kHeadDim, typename T>
-void run_backward(const HfFlash2BackwardParams& params) {
-  using Shape = BackwardShape<kHeadDim>;
+template <typename Shape, typename T, auto kKernel>
+void launch_backward(const HfFlash2BackwardParams& params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const bool packed = forward.sequences_q.cu_seqlens != nullptr;
   const int tokens_q = packed ? forward.total_q : forward.max_seqlen_q, tokens_k = packed ? forward.total_k : forward.max_seqlen_k;
@@ -41,10 +41,18 @@ void run_backward(const HfFlash2BackwardParams& params) {
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device,
                                                                          forward.stream, "attention backward, sm90, preprocess");
-  launch<backward_kernel<Shape, T>>(arguments, scheduler.units(), Shape::kThreads, Shape::kSharedBytes, forward.device, forward.stream,
-                                    "attention backward, sm90");
-  launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kConsumers * 128, 0, forward.device, forward.stream,
+  launch<kKernel>(arguments, scheduler.units(), Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
+                  "attention backward, sm90");
+  launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                       "attention backward, sm90, dq");
+}
+
+template <int kHeadDim, typename T>
+void run_backward(const HfFlash2BackwardParams& params) {
+  if constexpr (kHeadDim <= 128)
+    launch_backward<BackwardShape<kHeadDim>, T, backward_kernel<BackwardShape<kHeadDim>, T>>(params);
+  else
+    launch_backward<BackwardWideShape<kHeadDim>, T, backward_wide_kernel<BackwardWideShape<kHeadDim>, T>>(params);
 }
 
 }  // namespace hf_flash2::sm90

@@ -9,9 +9,6 @@ namespace hf_flash2::sm90 {
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params);
 
-// Head dims with a backward (instantiate.py): above, sm80 serves; tiles.h says why.
-constexpr int kMaxBackwardHeadDim = 128;
-
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params);
 

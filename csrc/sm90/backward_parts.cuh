@@ -1,0 +1,351 @@
+// What the two Hopper backward kernels share: sizes, shared memory, the problem of a thread block, the loading role, the products and the
+// steps between them, and the last pass. backward.cuh serves head dims to 128, backward_wide.cuh those above.
+//
+// Scores are computed keys x queries, so that P and dS are A operands of dV and dK as they come out of the accumulators:
+//   S^T = K Q^T,  P^T = exp2(S^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q,  dQ += dS K
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "attention/workspace.cuh"
+#include "device/bulk_copy.cuh"
+#include "device/mbarrier.cuh"
+#include "device/shared_memory.cuh"
+#include "device/tma.cuh"
+#include "device/warpgroup.cuh"
+#include "sm90/clear_rows.cuh"
+#include "sm90/scheduler.h"
+#include "sm90/store.cuh"
+#include "tiles.h"
+#include "wgmma.cuh"
+
+namespace hf_flash2::sm90 {
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, dout;  // boxes of 64 columns x one tile of rows
+  HfFlash2BackwardParams params;
+  TileScheduler scheduler;
+};
+
+// Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
+template <int kHeadDimension>
+struct BackwardSizes : BackwardTile<kHeadDimension> {
+  using Tile = BackwardTile<kHeadDimension>;
+  static constexpr int kHeadDim = kHeadDimension, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
+  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;
+  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kQueryBytes = kQueryPanelBytes * kPanels;  // K or V, one stage of Q or dO
+  static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                 // dS, panels of 64 queries
+  static constexpr int kRowBytes = kBlockM * 4;                                                         // one stage of lse or delta
+  // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows).
+  // Columns behind the head dim stay zero.
+  static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
+  static constexpr bool kDqByRows = kBlockM == 128;
+  static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
+  static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
+};
+
+// Shared-memory addresses: tiles, the work space of the kernel, rows, then barriers. "full": the copy has landed; "empty": every consumer is
+// done with it.
+template <typename Shape>
+struct BackwardShared {
+  static constexpr int kStages = Shape::kStages, kBarriers = 2 + 4 * kStages;
+  static constexpr int kBytes =
+      2 * Shape::kKeyBytes + kStages * 2 * (Shape::kQueryBytes + Shape::kRowBytes) + Shape::kWorkBytes + kBarriers * 8;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t k() const { return base; }
+  __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kKeyBytes + stage * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages + stage); }
+  __device__ __forceinline__ uint32_t work() const { return q(2 * kStages); }
+  __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
+  __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return lse_log2(2 * kStages) + i * 8; }
+  __device__ __forceinline__ uint32_t k_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t v_full() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(2 + kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(2 + 2 * kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(2 + 3 * kStages + stage); }
+
+  // By the whole block.
+  __device__ __forceinline__ void make_barriers() const {
+    if (threadIdx.x == 0) {
+      mbarrier_init(k_full(), 1);
+      mbarrier_init(v_full(), 1);
+      for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(q_full(stage), 1);
+        mbarrier_init(dout_full(stage), 1);
+        mbarrier_init(q_empty(stage), Shape::kConsumers);
+        mbarrier_init(dout_empty(stage), Shape::kConsumers);
+      }
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+  }
+};
+
+// What a thread block works on: the same for all roles.
+struct BackwardTask {
+  int batch, head_k, key_block, group;  // group: query heads that share the key head
+  Sequence q, k;
+  Mask mask;
+  int query_block_begin, query_block_end;
+  int first_tile, head_tiles;  // tile number (Workspace) of the first query block of the first query head; tiles of a head
+
+  template <typename Shape>
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments) {
+    int key_block, batch_head;
+    arguments.scheduler.tile(blockIdx.x, 0, key_block, batch_head);
+    const HfFlash2BackwardParams& params = arguments.params;
+    const HfFlash2ForwardParams& forward = params.forward;
+    const int batch = batch_head / forward.heads_k, head_k = batch_head % forward.heads_k, group = forward.heads_q / forward.heads_k;
+    const int key_begin = key_block * Shape::kBlockN;
+    const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
+    const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+    const Mask mask(forward, batch, q, k);
+    const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+    return {batch,
+            head_k,
+            key_block,
+            group,
+            q,
+            k,
+            mask,
+            mask.query_block_begin(key_begin, Shape::kBlockM),
+            mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM),
+            static_cast<int>(workspace.first_block(forward, batch, head_k * group, Shape::kBlockM)),
+            static_cast<int>(workspace.blocks)};
+  }
+
+  // Calls f(step, head, query_block, tile) for every query block of every query head; tile is its number in the Workspace.
+  template <typename F>
+  __device__ __forceinline__ void for_each_step(const F& f) const {
+    int step = 0;
+    for (int head = 0; head < group; ++head) {
+#pragma unroll 1
+      for (int query_block = query_block_begin; query_block < query_block_end; ++query_block)
+        f(step++, head_k * group + head, query_block, first_tile + head * head_tiles + query_block);
+    }
+  }
+};
+
+// The loader, one thread: K and V once, then a ring of Q with lse and a ring of dO with delta.
+template <typename Shape>
+__device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                           const BackwardTask& task) {
+  constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
+  const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
+  const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
+  const auto load_panels = [&](uint32_t tile, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token, int head) {
+#pragma unroll
+    for (int panel = 0; panel < Shape::kPanels; ++panel)
+      tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
+  };
+
+  if (task.query_block_begin < task.query_block_end) {
+    const int token = task.k.start + task.key_block * Shape::kBlockN;
+    mbarrier_arrive_expect(shared.k_full(), Shape::kKeyBytes);
+    load_panels(shared.k(), Shape::kKeyPanelBytes, &arguments.k, shared.k_full(), token, task.head_k);
+    mbarrier_arrive_expect(shared.v_full(), Shape::kKeyBytes);
+    load_panels(shared.v(), Shape::kKeyPanelBytes, &arguments.v, shared.v_full(), token, task.head_k);
+  }
+  task.for_each_step([&](int step, int head, int query_block, int tile) {
+    const int stage = step % kStages, released = (step / kStages & 1) ^ 1, token = task.q.start + query_block * kBlockM;
+    const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
+    mbarrier_wait(shared.q_empty(stage), released);
+    mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
+    load_panels(shared.q(stage), Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
+    bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
+    mbarrier_wait(shared.dout_empty(stage), released);
+    mbarrier_arrive_expect(shared.dout_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
+    load_panels(shared.dout(stage), Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
+    bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
+  });
+}
+
+// All consumers wait for each other.
+template <typename Shape>
+__device__ __forceinline__ void consumers_meet() {
+  named_barrier_sync(1, Shape::kConsumerThreads);
+}
+
+// By all consumers: K and V have landed, and rows behind the sequence are zero.
+template <typename Shape>
+__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task) {
+  mbarrier_wait(shared.k_full(), 0);
+  mbarrier_wait(shared.v_full(), 0);
+  const int rows = task.k.length - task.key_block * Shape::kBlockN;
+  if (rows >= Shape::kBlockN) return;
+  clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
+  clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.v(), rows);
+  async_proxy_fence();
+  consumers_meet<Shape>();
+}
+
+// By all consumers: where a query block reaches behind the sequence, its rows there are zero.
+template <typename Shape>
+__device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& shared, const BackwardTask& task, int step, int query_block) {
+  const int rows = task.q.length - query_block * Shape::kBlockM, stage = step % Shape::kStages, parity = step / Shape::kStages & 1;
+  if (rows >= Shape::kBlockM) return;
+  mbarrier_wait(shared.q_full(stage), parity);
+  mbarrier_wait(shared.dout_full(stage), parity);
+  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.q(stage), rows);
+  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.dout(stage), rows);
+  async_proxy_fence();
+  consumers_meet<Shape>();
+}
+
+// S^T or dP^T [64 keys, kBlockM queries] = keys queries^T.
+template <typename Shape, typename T>
+__device__ __forceinline__ void issue_scores(float* scores, uint32_t keys, uint32_t queries) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Shape::kHeadDim / 16; ++k)
+    WgmmaShared<T, Shape::kBlockM>::multiply(scores, panel_descriptor(keys + k / 4 * Shape::kKeyPanelBytes + k % 4 * 32),
+                                             panel_descriptor(queries + k / 4 * Shape::kQueryPanelBytes + k % 4 * 32), k > 0);
+  wgmma_commit();
+}
+
+// dV or dK [64 keys, kHeadDim] += P^T or dS^T times dO or Q.
+template <typename Shape, typename T>
+__device__ __forceinline__ void issue_key_gradient(float* gradient, const uint32_t* scores, uint32_t queries) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Shape::kBlockM / 16; ++k)
+    WgmmaRegisters<T, Shape::kHeadDim>::multiply(gradient, scores + k * 4, panel_descriptor(queries + k * 2048, Shape::kQueryPanelBytes),
+                                                 1);
+  wgmma_commit();
+}
+
+// dQ [64 queries, kColumns] = dS K, of one panel of dS and the columns of K from a panel on.
+template <typename Shape, typename T, int kColumns>
+__device__ __forceinline__ void issue_query_gradient(float* dq, uint32_t ds, uint32_t keys) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Shape::kBlockN / 16; ++k)
+    WgmmaSharedByRows<T, kColumns>::multiply(dq, panel_descriptor(ds + k * 2048), panel_descriptor(keys + k * 2048, Shape::kKeyPanelBytes),
+                                             k > 0);
+  wgmma_commit();
+}
+
+// Where this thread's elements of S^T lie: two keys, `key` and key + 8, and of every 8 queries `query` and query + 1.
+struct ScoreLane {
+  int key, last_query[2];  // last_query: of each key, see Mask
+
+  __device__ __forceinline__ ScoreLane(const Mask& mask, int first_key)
+      : key(first_key + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4), last_query{mask.last_query(key), mask.last_query(key + 8)} {}
+
+  static __device__ __forceinline__ int query() { return threadIdx.x % 4 * 2; }
+
+  template <int kTiles>
+  __device__ __forceinline__ void apply_mask(float (&scores)[kTiles][4], const Mask& mask, int row_begin) const {
+    const int row = row_begin + query();
+    const int first[2] = {mask.first_query(key) - row, mask.first_query(key + 8) - row};
+    const int last[2] = {last_query[0] - row, last_query[1] - row};
+    Mask::apply_transposed(scores, first, last);
+  }
+};
+
+// Whether anything in this block of scores is masked.
+template <typename Shape>
+__device__ __forceinline__ bool mask_needed(const BackwardTask& task, int query_block) {
+  const int row = query_block * Shape::kBlockM, key = task.key_block * Shape::kBlockN;
+  return task.mask.visible != nullptr || task.mask.needed(row, row + Shape::kBlockM, key, key + Shape::kBlockN);
+}
+
+// P = exp2(scale_log2 S - lse_log2), in place.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(float (&scores)[kTiles][4], uint32_t lse_log2, float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const float2 lse = load_shared_float2(lse_log2 + (n * 8 + ScoreLane::query()) * 4);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) scores[n][c] = exp2_approx(fmaf(scores[n][c], scale_log2, c % 2 == 0 ? -lse.x : -lse.y));
+  }
+}
+
+// dS = P (dP - delta), in place of dP. probability(n, half) gives P of two neighbouring queries.
+template <int kTiles, typename P>
+__device__ __forceinline__ void differentiate(float (&scores)[kTiles][4], uint32_t delta_rows, const P& probability) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const float2 delta = load_shared_float2(delta_rows + (n * 8 + ScoreLane::query()) * 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 p = probability(n, half);
+      scores[n][half * 2] = p.x * (scores[n][half * 2] - delta.x);
+      scores[n][half * 2 + 1] = p.y * (scores[n][half * 2 + 1] - delta.y);
+    }
+  }
+}
+
+// Accumulators as A operands.
+template <typename T, int kTiles>
+__device__ __forceinline__ void round_tiles(uint32_t (&rounded)[kTiles * 2], const float (&x)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rounded[n * 2 + half] = pack<T>(x[n][half * 2], x[n][half * 2 + 1]);
+  }
+}
+
+// Writes dS^T of 64 keys [key][query] as panels of 64 queries with the swizzle of panel_descriptor(); for the engine to read after a barrier.
+template <typename Shape, int kTiles>
+__device__ __forceinline__ void store_scores(uint32_t panel, const uint32_t (&scores)[kTiles * 2]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8: the same 16-byte chunks change places
+  const uint32_t address = panel + row * 128 + lane / 4 * 16 + lane % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const uint32_t chunk = (address ^ (n % 8 * 16)) + n / 8 * Shape::kScorePanelBytes;
+    store_shared(chunk, scores[n * 2]);
+    store_shared(chunk + 8 * 128, scores[n * 2 + 1]);
+  }
+  async_proxy_fence();
+}
+
+// Rounds dK or dV of 64 keys and writes them to global memory.
+template <typename T, int kTiles>
+__device__ __forceinline__ void store_key_gradient(const HfFlash2Tensor& tensor, const float (&gradient)[kTiles][4],
+                                                   const BackwardTask& task, int key, int columns) {
+  T* rows = token_pointer<T>(tensor, task.batch, task.head_k, task.k.start);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    store_row(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns);
+}
+
+// Last pass: dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece,
+// each with the elements that it held as a consumer.
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
+  constexpr int kBlockM = Shape::kBlockM;
+  const HfFlash2ForwardParams& forward = params.forward;
+  const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
+  const int row_begin = blockIdx.x % query_blocks * kBlockM;
+  const int head = blockIdx.x / query_blocks % forward.heads_q;
+  const int batch = blockIdx.x / query_blocks / forward.heads_q;
+  const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
+  if (row_begin >= seq.length) return;
+
+  const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const Workspace workspace(params, kBlockM, Shape::kDqColumns);
+  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + row_begin / kBlockM;
+  const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
+  float dq[8][4];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(accumulated + (n * 128 + thread) * 4);
+    dq[n][0] = x.x * forward.softmax_scale, dq[n][1] = x.y * forward.softmax_scale;
+    dq[n][2] = x.z * forward.softmax_scale, dq[n][3] = x.w * forward.softmax_scale;
+  }
+  const int column = Shape::kDqByRows ? 0 : piece * 64;
+  T* gdQ = token_pointer<T>(params.dq, batch, head, seq.start) + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_begin + (Shape::kDqByRows ? piece * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;
+    store_row(dq, half, gdQ + row * params.dq.token_stride, row < seq.length, forward.head_dim - column);
+  }
+}
+
+}  // namespace hf_flash2::sm90

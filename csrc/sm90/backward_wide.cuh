@@ -1,0 +1,174 @@
+// FlashAttention-2 backward for Hopper, head dims above 128. Dao, arXiv 2307.08691, algorithm 2. Launched by backward_launch.cuh like
+// backward.cuh, and laid out like it, but for what the registers of a warpgroup can hold: dK or dV of 64 keys, not both.
+//
+// One block owns 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
+// through shared memory, rounded, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
+// computes some columns and adds them to global memory from its registers. While one waits for the other, its own products run.
+#pragma once
+#include "device/reduce_add.cuh"
+#include "device/semaphore.cuh"
+#include "sm90/backward_parts.cuh"
+
+namespace hf_flash2::sm90 {
+
+template <int kHeadDim>
+struct BackwardWideShape : BackwardSizes<kHeadDim> {
+  using Sizes = BackwardSizes<kHeadDim>;
+  static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
+  static constexpr int kWorkBytes = (Sizes::kStages + 1) * Sizes::kScoreBytes;                   // dS, then P
+  static constexpr int kFirstColumns = 128, kSecondColumns = Sizes::kDqColumns - kFirstColumns;  // of dQ, by consumer
+};
+
+template <typename Shape>
+__device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& shared, int stage) {
+  return shared.work() + stage * Shape::kScoreBytes;
+}
+// Registers i .. i + 3 of this thread's P.
+template <typename Shape>
+__device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int i) {
+  return wide_ds_buffer(shared, Shape::kStages) + (i / 4 * 128 + threadIdx.x % 128) * 16;
+}
+
+constexpr int kPFull = 2;  // named barrier: the first consumer has written P
+__device__ __forceinline__ int consumer_barrier() { return 3 + threadIdx.x / 128; }
+
+// Adds columns [first_column, + kColumns) of dQ to global memory. In deterministic mode key blocks add in ascending order, each consumer on
+// its own: both pass a turn a block. Blocks with lower numbers were launched earlier, so that waiting for a turn always ends.
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams& params, const BackwardTask& task,
+                                                   const float (&dq)[kColumns / 8][4], int first_column, int query_block, int tile) {
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  const int thread = threadIdx.x % 128;
+  int32_t* semaphore = workspace.semaphores + tile;
+  if (params.deterministic) {
+    if (thread == 0)
+      semaphore_wait(semaphore, 2 * (task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)));
+    named_barrier_sync(consumer_barrier(), 128);
+  }
+  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + first_column * 64;
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n) reduce_add(columns + (n * 128 + thread / 32 * 32) * 4, thread % 32, dq[n]);
+  if (params.deterministic) {
+    __threadfence();
+    named_barrier_sync(consumer_barrier(), 128);
+    if (thread == 0) semaphore_pass(semaphore);
+  }
+}
+
+// The first consumer: P and dV.
+template <typename Shape, typename T>
+__device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                               const BackwardTask& task) {
+  constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
+  const HfFlash2BackwardParams& params = arguments.params;
+  const bool elected = threadIdx.x % 128 == 0;
+  const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
+  const float scale_log2 = params.forward.softmax_scale * kLog2e;
+  float dv[kHeadDim / 8][4];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) (&dv[0][0])[i] = 0.f;
+
+  task.for_each_step([&](int step, int, int query_block, int tile) {
+    const int stage = step % kStages, parity = step / kStages & 1;
+    float p[kBlockM / 8][4], dq[kColumns / 8][4];
+    uint32_t p_rounded[kBlockM / 4];
+    clear_queries(shared, task, step, query_block);
+    mbarrier_wait(shared.q_full(stage), parity);
+    issue_scores<Shape, T>(&p[0][0], shared.k(), shared.q(stage));
+    wgmma_wait<0>();
+    wgmma_use<kBlockM / 2>(&p[0][0]);
+    if (mask_needed<Shape>(task, query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
+    exponentiate(p, shared.lse_log2(stage), scale_log2);
+    round_tiles<T>(p_rounded, p);
+    // The buffer of P is free: when the consumers met in the step before, the second had read it.
+#pragma unroll
+    for (int i = 0; i < kBlockM / 4; i += 4)
+      store_shared(wide_p_buffer(shared, i), make_uint4(p_rounded[i], p_rounded[i + 1], p_rounded[i + 2], p_rounded[i + 3]));
+    named_barrier_arrive(kPFull, Shape::kConsumerThreads);
+    mbarrier_wait(shared.dout_full(stage), parity);
+    issue_key_gradient<Shape, T>(&dv[0][0], p_rounded, shared.dout(stage));
+
+    consumers_meet<Shape>();  // dS is complete
+    if (elected) mbarrier_arrive(shared.q_empty(stage));
+    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
+    wgmma_wait<1>();
+    if (elected) mbarrier_arrive(shared.dout_empty(stage));
+    wgmma_wait<0>();
+    wgmma_use<kColumns / 2>(&dq[0][0]);
+    add_query_gradient<Shape, kColumns>(params, task, dq, 0, query_block, tile);
+  });
+  wgmma_use<kHeadDim / 2>(&dv[0][0]);
+  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim);
+}
+
+// The second consumer: dS and dK.
+template <typename Shape, typename T>
+__device__ __forceinline__ void compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                             const BackwardTask& task) {
+  constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kSecondColumns;
+  const HfFlash2BackwardParams& params = arguments.params;
+  const bool elected = threadIdx.x % 128 == 0;
+  float dk[kHeadDim / 8][4];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
+
+  task.for_each_step([&](int step, int, int query_block, int tile) {
+    const int stage = step % kStages, parity = step / kStages & 1;
+    float ds[kBlockM / 8][4], dq[kColumns / 8][4];
+    uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];
+    clear_queries(shared, task, step, query_block);
+    mbarrier_wait(shared.dout_full(stage), parity);
+    issue_scores<Shape, T>(&ds[0][0], shared.v(), shared.dout(stage));
+    named_barrier_sync(kPFull, Shape::kConsumerThreads);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 4; i += 4) {
+      const uint4 p = load_shared_uint4(wide_p_buffer(shared, i));
+      p_rounded[i] = p.x, p_rounded[i + 1] = p.y, p_rounded[i + 2] = p.z, p_rounded[i + 3] = p.w;
+    }
+    wgmma_wait<0>();
+    wgmma_use<kBlockM / 2>(&ds[0][0]);
+    differentiate(ds, shared.delta(stage), [&](int n, int half) { return unpack<T>(p_rounded[n * 2 + half]); });
+    round_tiles<T>(ds_rounded, ds);
+    // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
+    store_scores<Shape, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
+    mbarrier_wait(shared.q_full(stage), parity);
+    issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
+
+    consumers_meet<Shape>();  // dS is complete
+    if (elected) mbarrier_arrive(shared.dout_empty(stage));
+    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
+                                             shared.k() + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
+    wgmma_wait<1>();
+    if (elected) mbarrier_arrive(shared.q_empty(stage));
+    wgmma_wait<0>();
+    wgmma_use<kColumns / 2>(&dq[0][0]);
+    add_query_gradient<Shape, kColumns>(params, task, dq, Shape::kFirstColumns, query_block, tile);
+  });
+  wgmma_use<kHeadDim / 2>(&dk[0][0]);
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
+  const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
+  store_key_gradient<T>(params.dk, dk, task, lane.key, params.forward.head_dim);
+}
+
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const __grid_constant__ BackwardArguments arguments) {
+  extern __shared__ __align__(1024) char memory[];
+  const BackwardShared<Shape> shared{shared_address(memory)};
+  const BackwardTask task = BackwardTask::make<Shape>(arguments);
+  if (task.key_block * Shape::kBlockN >= task.k.length) return;
+  shared.make_barriers();
+  if (threadIdx.x >= Shape::kConsumerThreads) {
+    give_registers<Shape::kLoaderRegisters>();
+    if (threadIdx.x == Shape::kConsumerThreads) load_tiles<Shape>(arguments, shared, task);
+  } else {
+    take_registers<Shape::kConsumerRegisters>();
+    if (task.query_block_begin < task.query_block_end) wait_for_keys(shared, task);
+    if (threadIdx.x < 128)
+      compute_values<Shape, T>(arguments, shared, task);
+    else
+      compute_keys<Shape, T>(arguments, shared, task);
+  }
+}
+
+}  // namespace hf_flash2::sm90
