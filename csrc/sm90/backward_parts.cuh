@@ -49,7 +49,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kBarriers = 2 + 4 * kStages;
+  static constexpr int kStages = Shape::kStages, kBarriers = 1 + 4 * kStages;
   static constexpr int kBytes =
       2 * Shape::kKeyBytes + kStages * 2 * (Shape::kQueryBytes + Shape::kRowBytes) + Shape::kWorkBytes + kBarriers * 8;
   uint32_t base;
@@ -62,18 +62,16 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return lse_log2(2 * kStages) + i * 8; }
-  __device__ __forceinline__ uint32_t k_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t v_full() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
-  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(2 + kStages + stage); }
-  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(2 + 2 * kStages + stage); }
-  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(2 + 3 * kStages + stage); }
+  __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }  // K and V
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(1 + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(1 + kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(1 + 2 * kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(1 + 3 * kStages + stage); }
 
   // By the whole block.
   __device__ __forceinline__ void make_barriers() const {
     if (threadIdx.x == 0) {
-      mbarrier_init(k_full(), 1);
-      mbarrier_init(v_full(), 1);
+      mbarrier_init(keys_full(), 1);
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
         mbarrier_init(dout_full(stage), 1);
@@ -131,7 +129,7 @@ struct BackwardTask {
   }
 };
 
-// The loader, one thread: K and V once, then a ring of Q with lse and a ring of dO with delta.
+// The loader, one thread: K and V once, a ring of Q with lse and a ring of dO with delta.
 template <typename Shape>
 __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                            const BackwardTask& task) {
@@ -146,10 +144,9 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
 
   if (task.query_block_begin < task.query_block_end) {
     const int token = task.k.start + task.key_block * Shape::kBlockN;
-    mbarrier_arrive_expect(shared.k_full(), Shape::kKeyBytes);
-    load_panels(shared.k(), Shape::kKeyPanelBytes, &arguments.k, shared.k_full(), token, task.head_k);
-    mbarrier_arrive_expect(shared.v_full(), Shape::kKeyBytes);
-    load_panels(shared.v(), Shape::kKeyPanelBytes, &arguments.v, shared.v_full(), token, task.head_k);
+    mbarrier_arrive_expect(shared.keys_full(), 2 * Shape::kKeyBytes);
+    load_panels(shared.k(), Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
+    load_panels(shared.v(), Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
   }
   task.for_each_step([&](int step, int head, int query_block, int tile) {
     const int stage = step % kStages, released = (step / kStages & 1) ^ 1, token = task.q.start + query_block * kBlockM;
@@ -171,11 +168,10 @@ __device__ __forceinline__ void consumers_meet() {
   named_barrier_sync(1, Shape::kConsumerThreads);
 }
 
-// By all consumers: K and V have landed, and rows behind the sequence are zero.
+// By all consumers: K and V have landed, and their rows behind the sequence are zero.
 template <typename Shape>
 __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task) {
-  mbarrier_wait(shared.k_full(), 0);
-  mbarrier_wait(shared.v_full(), 0);
+  mbarrier_wait(shared.keys_full(), 0);
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
   if (rows >= Shape::kBlockN) return;
   clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
@@ -294,14 +290,11 @@ __device__ __forceinline__ void round_tiles(uint32_t (&rounded)[kTiles * 2], con
 // Writes dS^T of 64 keys [key][query] as panels of 64 queries with the swizzle of panel_descriptor(); for the engine to read after a barrier.
 template <typename Shape, int kTiles>
 __device__ __forceinline__ void store_scores(uint32_t panel, const uint32_t (&scores)[kTiles * 2]) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8: the same 16-byte chunks change places
-  const uint32_t address = panel + row * 128 + lane / 4 * 16 + lane % 4 * 4;
+  // Lanes 8i .. 8i + 7 point to rows 8 (i % 2) .. of this warp's 16, chunk (of 8 queries) i / 2 of a pair.
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t address = panel + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const uint32_t chunk = (address ^ (n % 8 * 16)) + n / 8 * Shape::kScorePanelBytes;
-    store_shared(chunk, scores[n * 2]);
-    store_shared(chunk + 8 * 128, scores[n * 2 + 1]);
-  }
+  for (int n = 0; n < kTiles; n += 2) stmatrix_x4((address ^ (n % 8 * 16)) + n / 8 * Shape::kScorePanelBytes, scores + n * 2);
   async_proxy_fence();
 }
 
