@@ -69,7 +69,10 @@ def backward(
     dropout_p: float,
     deterministic: bool,
 ) -> int:
-    """Run the backward kernels on the current stream of q's device, into dq, dk, dv. Returns the kernel family that ran."""
+    """Run the backward kernels on the current stream of q's device, into dq, dk, dv. Returns the kernel family that ran.
+
+    Scratch, from torch's allocator and free again on return: head dim (rounded up to the kernel's) + 2 floats a query row and head.
+    """
     native.check_device(q.get_device())
     lib = native.library()
     if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
