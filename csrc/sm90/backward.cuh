@@ -118,8 +118,6 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
                                        shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
 
-    wgmma_wait<2>();
-    if (elected) mbarrier_arrive(shared.dout_empty(stage));
     wgmma_wait<1>();
     wgmma_use<32>(&dq[0][0]);
     named_barrier_sync(dq_empty(consumer), kDqThreads);
@@ -128,7 +126,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     async_proxy_fence();
     named_barrier_arrive(dq_full(consumer), kDqThreads);
     wgmma_wait<0>();
-    if (elected) mbarrier_arrive(shared.q_empty(stage));
+    if (elected) mbarrier_arrive(shared.empty(stage));
   };
 
   if (task.query_block_begin < task.query_block_end) {

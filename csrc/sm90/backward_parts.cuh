@@ -49,7 +49,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kBarriers = 1 + 4 * kStages;
+  static constexpr int kStages = Shape::kStages, kBarriers = 1 + 3 * kStages;
   static constexpr int kBytes =
       2 * Shape::kKeyBytes + kStages * 2 * (Shape::kQueryBytes + Shape::kRowBytes) + Shape::kWorkBytes + kBarriers * 8;
   uint32_t base;
@@ -64,9 +64,8 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t barrier(int i) const { return lse_log2(2 * kStages) + i * 8; }
   __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }  // K and V
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(1 + stage); }
-  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(1 + kStages + stage); }
-  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(1 + 2 * kStages + stage); }
-  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(1 + 3 * kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(1 + kStages + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(1 + 2 * kStages + stage); }  // Q and dO
 
   // By the whole block.
   __device__ __forceinline__ void make_barriers() const {
@@ -75,8 +74,7 @@ struct BackwardShared {
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
         mbarrier_init(dout_full(stage), 1);
-        mbarrier_init(q_empty(stage), Shape::kConsumers);
-        mbarrier_init(dout_empty(stage), Shape::kConsumers);
+        mbarrier_init(empty(stage), Shape::kConsumers);
       }
       mbarrier_init_fence();
     }
@@ -129,7 +127,7 @@ struct BackwardTask {
   }
 };
 
-// The loader, one thread: K and V once, a ring of Q with lse and a ring of dO with delta.
+// The loader, one thread: K and V once, then a ring of Q with lse and dO with delta.
 template <typename Shape>
 __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                            const BackwardTask& task) {
@@ -151,11 +149,10 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
   task.for_each_step([&](int step, int head, int query_block, int tile) {
     const int stage = step % kStages, released = (step / kStages & 1) ^ 1, token = task.q.start + query_block * kBlockM;
     const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
-    mbarrier_wait(shared.q_empty(stage), released);
+    mbarrier_wait(shared.empty(stage), released);
     mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
     load_panels(shared.q(stage), Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
     bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
-    mbarrier_wait(shared.dout_empty(stage), released);
     mbarrier_arrive_expect(shared.dout_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
     load_panels(shared.dout(stage), Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
     bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));

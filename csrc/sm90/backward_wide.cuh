@@ -89,10 +89,9 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     issue_key_gradient<Shape, T>(&dv[0][0], p_rounded, shared.dout(stage));
 
     consumers_meet<Shape>();  // dS is complete
-    if (elected) mbarrier_arrive(shared.q_empty(stage));
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
     wgmma_wait<1>();
-    if (elected) mbarrier_arrive(shared.dout_empty(stage));
+    if (elected) mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
     add_query_gradient<Shape, kColumns>(params, task, dq, 0, query_block, tile);
@@ -135,11 +134,10 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
 
     consumers_meet<Shape>();  // dS is complete
-    if (elected) mbarrier_arrive(shared.dout_empty(stage));
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
                                              shared.k() + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
     wgmma_wait<1>();
-    if (elected) mbarrier_arrive(shared.q_empty(stage));
+    if (elected) mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
     add_query_gradient<Shape, kColumns>(params, task, dq, Shape::kFirstColumns, query_block, tile);
