@@ -141,28 +141,24 @@ struct ForwardTile<256> {
 };
 
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:
-// (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and 4 M D' for dQ on its way out (to d 128) or 2 M N for P (above).
+// (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and in fp32 4 M D' for dQ on its way out (to d 128) or 4 M N for P
+// (above): 194, 193, 193, 177 and 225 KB.
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
 // d 64 and 128; dQ takes the place of S. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 64 of dQ: 224 at d 256.
-// kRoundedP: dS = P (dP - delta) with P as rounded for dV. With P in fp32 d 64 has no registers to start dV before dP is awaited: ptxas
-// serialises every wgmma (C7512).
 template <int kHeadDim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
   static constexpr int kBlockM = 128, kBlockN = 128, kStages = 2;
-  static constexpr bool kRoundedP = true;
 };
 template <>
 struct BackwardTile<96> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2;
-  static constexpr bool kRoundedP = false;
 };
 template <>
 struct BackwardTile<128> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2;
-  static constexpr bool kRoundedP = false;
 };
 template <>
 struct BackwardTile<192> {

@@ -102,15 +102,18 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if constexpr (decltype(masked)::value) lane.apply_mask(p, task.mask, query_block * kBlockM);
     exponentiate(p, shared.lse_log2(stage), scale_log2);
-    round_tiles<T>(p_rounded, p);
-    issue_key_gradient<Shape, T>(&dv[0][0], p_rounded, shared.dout(stage));
-
-    wgmma_wait<1>();
-    wgmma_use<kBlockM / 2>(&ds[0][0]);
-    differentiate(ds, shared.delta(stage), [&](int n, int half) {
-      return Shape::kRoundedP ? unpack<T>(p_rounded[n * 2 + half]) : make_float2(p[n][half * 2], p[n][half * 2 + 1]);
-    });
-    round_tiles<T>(ds_rounded, ds);
+    // 64 queries at a time: with 128, P in fp32 beside what dV reads would leave too few registers, and ptxas would serialise (C7512).
+#pragma unroll
+    for (int part = 0; part < kBlockM / 64; ++part) {
+      round_tiles<T, 8>(p_rounded + part * 16, p + part * 8);
+      issue_key_gradient<Shape, T, 64>(&dv[0][0], p_rounded + part * 16, shared.dout(stage) + part * (64 * 128));
+      if (part == 0) {
+        wgmma_wait<1>();
+        wgmma_use<kBlockM / 2>(&ds[0][0]);
+      }
+      differentiate<8>(ds + part * 8, p + part * 8, shared.delta(stage) + part * (64 * 4));
+      round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
+    }
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
     store_scores<Shape, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
     consumers_meet<Shape>();  // dS is complete

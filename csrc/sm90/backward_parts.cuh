@@ -201,12 +201,12 @@ __device__ __forceinline__ void issue_scores(float* scores, uint32_t keys, uint3
   wgmma_commit();
 }
 
-// dV or dK [64 keys, kHeadDim] += P^T or dS^T times dO or Q.
-template <typename Shape, typename T>
+// dV or dK [64 keys, kHeadDim] += P^T or dS^T times kQueries rows of dO or Q.
+template <typename Shape, typename T, int kQueries = Shape::kBlockM>
 __device__ __forceinline__ void issue_key_gradient(float* gradient, const uint32_t* scores, uint32_t queries) {
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Shape::kBlockM / 16; ++k)
+  for (int k = 0; k < kQueries / 16; ++k)
     WgmmaRegisters<T, Shape::kHeadDim>::multiply(gradient, scores + k * 4, panel_descriptor(queries + k * 2048, Shape::kQueryPanelBytes),
                                                  1);
   wgmma_commit();
@@ -259,24 +259,20 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kTiles][4], uint32_
   }
 }
 
-// dS = P (dP - delta), in place of dP. probability(n, half) gives P of two neighbouring queries.
-template <int kTiles, typename P>
-__device__ __forceinline__ void differentiate(float (&scores)[kTiles][4], uint32_t delta_rows, const P& probability) {
+// dS = P (dP - delta), in place of dP.
+template <int kTiles>
+__device__ __forceinline__ void differentiate(float (*scores)[4], const float (*p)[4], uint32_t delta_rows) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const float2 delta = load_shared_float2(delta_rows + (n * 8 + ScoreLane::query()) * 4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 p = probability(n, half);
-      scores[n][half * 2] = p.x * (scores[n][half * 2] - delta.x);
-      scores[n][half * 2 + 1] = p.y * (scores[n][half * 2 + 1] - delta.y);
-    }
+    for (int c = 0; c < 4; ++c) scores[n][c] = p[n][c] * (scores[n][c] - (c % 2 == 0 ? delta.x : delta.y));
   }
 }
 
 // Accumulators as A operands.
 template <typename T, int kTiles>
-__device__ __forceinline__ void round_tiles(uint32_t (&rounded)[kTiles * 2], const float (&x)[kTiles][4]) {
+__device__ __forceinline__ void round_tiles(uint32_t* rounded, const float (*x)[4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll

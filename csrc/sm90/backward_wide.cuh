@@ -2,7 +2,7 @@
 // backward.cuh, and laid out like it, but for what the registers of a warpgroup can hold: dK or dV of 64 keys, not both.
 //
 // One block owns 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
-// through shared memory, rounded, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
+// through shared memory, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
 // computes some columns and adds them to global memory from its registers. While one waits for the other, its own products run.
 #pragma once
 #include "device/reduce_add.cuh"
@@ -15,7 +15,8 @@ template <int kHeadDim>
 struct BackwardWideShape : BackwardSizes<kHeadDim> {
   using Sizes = BackwardSizes<kHeadDim>;
   static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
-  static constexpr int kWorkBytes = (Sizes::kStages + 1) * Sizes::kScoreBytes;                   // dS, then P
+  static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 4,
+                       kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kPBytes;               // dS, then P
   static constexpr int kFirstColumns = 128, kSecondColumns = Sizes::kDqColumns - kFirstColumns;  // of dQ, by consumer
 };
 
@@ -23,10 +24,10 @@ template <typename Shape>
 __device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& shared, int stage) {
   return shared.work() + stage * Shape::kScoreBytes;
 }
-// Registers i .. i + 3 of this thread's P.
+// Elements of this thread in tile n of P, in fp32.
 template <typename Shape>
-__device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int i) {
-  return wide_ds_buffer(shared, Shape::kStages) + (i / 4 * 128 + threadIdx.x % 128) * 16;
+__device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
+  return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
 }
 
 constexpr int kPFull = 2;  // named barrier: the first consumer has written P
@@ -79,12 +80,11 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if (mask_needed<Shape>(task, query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
     exponentiate(p, shared.lse_log2(stage), scale_log2);
-    round_tiles<T>(p_rounded, p);
     // The buffer of P is free: when the consumers met in the step before, the second had read it.
 #pragma unroll
-    for (int i = 0; i < kBlockM / 4; i += 4)
-      store_shared(wide_p_buffer(shared, i), make_uint4(p_rounded[i], p_rounded[i + 1], p_rounded[i + 2], p_rounded[i + 3]));
+    for (int n = 0; n < kBlockM / 8; ++n) store_shared(wide_p_buffer(shared, n), p[n]);
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
+    round_tiles<T, kBlockM / 8>(p_rounded, p);
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_key_gradient<Shape, T>(&dv[0][0], p_rounded, shared.dout(stage));
 
@@ -114,20 +114,20 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
   task.for_each_step([&](int step, int, int query_block, int tile) {
     const int stage = step % kStages, parity = step / kStages & 1;
     float ds[kBlockM / 8][4], dq[kColumns / 8][4];
-    uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];
+    uint32_t ds_rounded[kBlockM / 4];
     clear_queries(shared, task, step, query_block);
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_scores<Shape, T>(&ds[0][0], shared.v(), shared.dout(stage));
     named_barrier_sync(kPFull, Shape::kConsumerThreads);
-#pragma unroll
-    for (int i = 0; i < kBlockM / 4; i += 4) {
-      const uint4 p = load_shared_uint4(wide_p_buffer(shared, i));
-      p_rounded[i] = p.x, p_rounded[i + 1] = p.y, p_rounded[i + 2] = p.z, p_rounded[i + 3] = p.w;
-    }
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&ds[0][0]);
-    differentiate(ds, shared.delta(stage), [&](int n, int half) { return unpack<T>(p_rounded[n * 2 + half]); });
-    round_tiles<T>(ds_rounded, ds);
+#pragma unroll
+    for (int n = 0; n < kBlockM / 8; ++n) {  // P a tile at a time: beside dK and dP all of it would spill
+      const uint4 x = load_shared_uint4(wide_p_buffer(shared, n));
+      const float p[1][4] = {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
+      differentiate<1>(ds + n, p, shared.delta(stage) + n * 32);
+    }
+    round_tiles<T, kBlockM / 8>(ds_rounded, ds);
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
     store_scores<Shape, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
     mbarrier_wait(shared.q_full(stage), parity);
