@@ -45,14 +45,14 @@ def library():
 
 
 @pytest.fixture
-def emulate(library, monkeypatch):
+def emulate(library, backward_families, monkeypatch):
     """Call with a family and a sample: out, lse, dq, dk, dv of the emulated kernels."""
 
     def run(family: str, sample: Sample, device: int = emulated.HOPPER, seed: int = 0, resident: int = 1, **overrides):
         monkeypatch.setenv("HF_FLASH2_FAMILY", family)
         with emulated.running(monkeypatch, library, device, seed, resident):
             actual = sample.actual(**overrides)
-        assert last_backend() == f"cuda-{family}"
+        assert last_backend() == f"cuda-{family}" and backward_families[-1] == family
         return actual
 
     return run
