@@ -13,7 +13,7 @@ from small_models import FAMILIES, PADDINGS
 from transformers import DynamicCache
 
 import hf_flash2
-from hf_flash2 import patches
+from hf_flash2 import patches, rotary
 
 LOGITS_FACTOR, GRADIENTS_FACTOR, FLOOR = 2.0, 3.0, 2e-6  # of eager's error; of the largest value
 
@@ -154,3 +154,28 @@ def test_parity_fails_when_the_patch_is_broken(mutation, monkeypatch):
     monkeypatch.setattr(module, "attend", broken)
     with pytest.raises(AssertionError, match="our error"):
         check(family, padding)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_rotary_kernel_runs_where_it_can_and_the_function_is_transformers_own(family, monkeypatch):
+    model = small_models.model(family)
+    hf_flash2.patch(model)
+    own = getattr(hf_flash2.patches, family).__dict__[f"modeling_{family}"].apply_rotary_pos_emb
+    fused = []
+
+    def apply_rotary(q, k, cos, sin):
+        fused.append(q.shape)
+        return own(q, k, cos, sin, unsqueeze_dim=2)
+
+    monkeypatch.setattr(rotary, "apply_rotary", apply_rotary)
+    inputs = small_models.batch("right")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert fused == []
+        monkeypatch.setattr(rotary, "can_fuse", lambda *tensors: True)
+        assert torch.equal(model(**inputs).logits, expected)
+        assert fused == [(small_models.BATCH, small_models.LENGTH, 4, 12)] * 2
+        module = getattr(hf_flash2.patches, family).__dict__[f"modeling_{family}"]
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda *args, **options: own(*args, **options))  # someone else's
+        assert torch.equal(model(**inputs).logits, expected)
+    assert len(fused) == 2
