@@ -1,6 +1,7 @@
 """Packed decoders under what training wraps around them: DDP, FSDP2, accelerate, Trainer, torch.compile."""
 
 import copy
+import itertools
 
 import pytest
 import ranks
@@ -8,6 +9,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +49,7 @@ def test_two_processes_with_ddp_and_fsdp2(tmp_path):
 
 def distributed_rank(rank: int, folder: str) -> None:
     plain = small_models.model("llama").train()
-    eager, optimizer = copy.deepcopy(plain), None
+    eager = copy.deepcopy(plain)
     expected = []
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
     for step in range(STEPS):  # both ranks' batches by one process: what their averaged gradients must amount to
@@ -56,15 +58,16 @@ def distributed_rank(rank: int, folder: str) -> None:
         loss.backward()
         optimizer.step()
         expected.append(loss.detach())
-    for wrap in (ddp, fsdp2):
-        for patch_first in (True, False):
-            model = copy.deepcopy(plain)
-            report = hf_flash2.patch(model, packed=True) if patch_first else None
-            wrapped = wrap(model)
-            report = report or hf_flash2.patch(wrapped, packed=True)
-            losses = train(wrapped, [ragged(2 * step + rank) for step in range(STEPS)])
-            dist.all_reduce(losses)
-            torch.testing.assert_close(losses / 2, torch.stack(expected), rtol=TOLERANCE, atol=0)
+    for wrap, patch_first, packed in itertools.product((ddp, fsdp2), (True, False), (True, False)):
+        model = copy.deepcopy(plain)
+        report = hf_flash2.patch(model, packed=packed) if patch_first else None
+        wrapped = wrap(model)
+        report = report or hf_flash2.patch(wrapped, packed=packed)
+        losses = train(wrapped, [ragged(2 * step + rank) for step in range(STEPS)])
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / 2, torch.stack(expected), rtol=TOLERANCE, atol=0)
+        assert set(report.calls.values()) == {STEPS}
+        if packed:
             assert report.forwards == {"packed": STEPS} and "in chunks" in report.loss
 
 
@@ -81,9 +84,9 @@ def fsdp2(model):
 
 @pytest.fixture
 def bf16_accelerator():
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    yield accelerator
-    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)  # one per process, and another test may have made it
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_accelerate_mixed_precision(bf16_accelerator):
