@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 import ranks
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tiny_models import VERSION
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -129,7 +131,8 @@ def test_trainer(tmp_path):
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [trainer.evaluate()["eval_loss"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert report.forwards["packed"] == 4
+    evaluated = "packed" if VERSION >= (5, 0) else "with a cache"  # Trainer of Transformers 5 evaluates with use_cache=False
+    assert report.forwards == Counter(["packed"] * 3 + [evaluated])
 
 
 def test_compiled_without_recompiling_for_every_batch():
