@@ -82,10 +82,15 @@ def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> tu
     Synchronises with the host (the number of real tokens is a shape).
     """
     mask = attention_mask.bool()
-    indices = mask.flatten().nonzero().flatten()
     lengths = mask.sum(1, dtype=torch.int32)
-    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    indices, cu_seqlens = token_indices(mask, lengths)
     return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, int(lengths.max())
+
+
+def token_indices(mask: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the real tokens of a bool mask [B, S] with row sums int32 [B] are: indices int64 [T] into the flattened rows, cu_seqlens int32
+    [B + 1]. Synchronises with the host."""
+    return mask.flatten().nonzero().flatten(), F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:

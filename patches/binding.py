@@ -35,12 +35,29 @@ def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
     """
     layer = BoundLayer(forward)
     if forward is not None:
-        slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
+        slot = _slot(module)
         layer.previous = vars(module).get(slot)
         setattr(module, slot, MethodType(forward, module))
     setattr(module, LAYER, layer)
     setattr(module, CALLS, Counter())
     return vars(module)[CALLS]
+
+
+def _slot(module: nn.Module) -> str:
+    """The instance attribute that decides which forward runs: below accelerate's hook, where there is one."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether an unbound module has a forward of its own in place of its class's, as accelerate's autocast; ours would go around it."""
+    own = vars(module).get(_slot(module))
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def replaced(module: nn.Module) -> Callable | None:
+    """The instance attribute that `bind` replaced; None when there was none, or the module is not bound."""
+    layer: BoundLayer | None = vars(module).get(LAYER)
+    return None if layer is None else layer.previous
 
 
 def in_place_of(class_forward: Callable, forward: Callable) -> FunctionType:
@@ -59,16 +76,8 @@ def in_place_of(class_forward: Callable, forward: Callable) -> FunctionType:
 
 def upstream(module: nn.Module, *args, **kwargs) -> object:
     """Run the forward that a module would have without us."""
-    layer: BoundLayer | None = vars(module).get(LAYER)
-    if layer is not None and layer.previous is not None:
-        return layer.previous(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether what `bind` replaced was not the class's own forward: accelerate's autocast, say, which then runs inside ours."""
-    previous = vars(module)[LAYER].previous
-    return previous is not None and getattr(previous, "__func__", None) is not type(module).forward
+    previous = replaced(module)
+    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..interface import NAME
-from .binding import LAYER
+from .binding import replaced
 
 _ABSENT = object()
 
@@ -69,9 +69,9 @@ class Family:
 
     def _upstream(self, module: nn.Module) -> Callable:
         """The bound forward that a module of this family would have without us."""
-        layer = vars(module).get(LAYER)
-        if layer is not None and layer.previous is not None:
-            return layer.previous
+        previous = replaced(module)
+        if previous is not None:
+            return previous
         return MethodType(self._replaced.get((self.attention, "forward"), self.attention.forward), module)
 
     def _replace(self, owner: type, function: FunctionType) -> None:

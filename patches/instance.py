@@ -184,12 +184,11 @@ def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport
         report.loss = "from logits, by Transformers (keep_logits=True)"
     elif (reason := reason_loss_is_upstream(model)) is not None:
         report.loss = f"from logits, by Transformers: {reason}"
+    elif is_wrapped(model):
+        report.loss = "from logits, by Transformers: the model's forward is wrapped already (patch before accelerator.prepare)"
     else:
         bind(model, in_place_of(type(model).forward, causal_lm_forward))
         report.loss = "in chunks, without logits, in training with labels"
-        if is_wrapped(model):
-            unbind(model)
-            report.loss = "from logits, by Transformers: the model's forward is wrapped already (patch before accelerator.prepare)"
 
 
 def _unbind_layers(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
@@ -134,8 +133,7 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     window = getattr(module.config, "sliding_window", None)
     if holes and window is not None and window < seqlen:
         return "with padding inside a row, under a sliding window"
-    cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return Packing(mask.flatten().nonzero().flatten(), cu_seqlens, longest, batch, seqlen)
+    return Packing(*packing.token_indices(mask, lengths), longest, batch, seqlen)
 
 
 def token_shape(inputs: dict) -> torch.Size:

@@ -2,6 +2,7 @@
 
 import copy
 
+import tiny_models
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -74,7 +75,17 @@ def real_tokens(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def labels(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Real tokens behind a real token: what padding predicts is the implementation's own affair."""
-    kept = real_tokens(inputs)
-    kept[:, 1:] &= kept[:, :-1].clone()
-    return inputs["input_ids"].masked_fill(~kept, -100)
+    """As tiny_models.labels, of a batch."""
+    return tiny_models.labels(inputs["input_ids"], inputs.get("attention_mask"))
+
+
+def gradients(made: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the names of the parameters."""
+    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each tensor, up to float32 rounding of its largest value."""
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from hf_flash2.patches import loss as packed_loss
 from hf_flash2.patches import packed
-from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY
+from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hf_flash2
@@ -39,13 +39,7 @@ def loss_and_gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_close(ours: dict, expected: dict) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+    return {"loss": loss.detach(), **small_models.gradients(model)}
 
 
 def runs_packed(family: str, padding: str) -> bool:

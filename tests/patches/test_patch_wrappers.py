@@ -8,7 +8,7 @@ import torch
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
-from small_models import FAMILIES
+from small_models import FAMILIES, assert_close
 
 import hf_flash2
 from hf_flash2 import patches
@@ -29,13 +29,7 @@ def loss_and_gradients(model):
     logits = model(**inputs).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), small_models.labels(inputs)[:, 1:].flatten())
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_close(ours: dict, expected: dict) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5 * value.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+    return {"loss": loss.detach(), **small_models.gradients(model)}
 
 
 @pytest.mark.parametrize("order", ["patch the wrapper", "patch, then wrap"])
