@@ -37,21 +37,20 @@ int fail(int code, const std::string& message) {
 
 std::string version_name(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
 
-// Makes `device` current for this thread and restores the previous one.
+// Makes `device` current for this thread and restores the previous one. Also where it is current already: a thread that has not used it yet,
+// such as autograd's, has no context before, and the driver calls behind tensor maps need one.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) : device_(device) {
     check_cuda(cudaGetDevice(&previous_), "reading the current device");
-    changed_ = previous_ != device;
-    if (changed_) check_cuda(cudaSetDevice(device), "selecting the device");
+    check_cuda(cudaSetDevice(device), "selecting the device");
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    if (previous_ != device_) cudaSetDevice(previous_);
   }
 
  private:
-  int previous_ = 0;
-  bool changed_ = false;
+  int device_, previous_ = 0;
 };
 
 [[noreturn]] void reject(const std::string& name, const std::string& expected, const std::string& got) {
@@ -160,10 +159,6 @@ HfFlash2Family choose_family(int family, const char* reason) {
   return reason == nullptr ? kSm90 : kSm80;
 }
 
-// NOTE: the Hopper backward is proven on the emulated GPU only (tests/emulator): until a real one has shown it right and faster, only
-// HF_FLASH2_FAMILY=sm90 asks for it.
-constexpr bool kSm90BackwardByDefault = false;
-
 // Why the Hopper backward cannot run this call, or null when it can.
 const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
@@ -181,13 +176,12 @@ struct BackwardKernels {
 
 // Unlike in the forward, a forced Hopper family gives way to sm80 where it has no backward.
 BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
-  const bool hopper = params.forward.family == kSm90 || (params.forward.family == kAuto && kSm90BackwardByDefault);
   return dispatch_head_dim<BackwardKernels>(params.forward.head_dim, [&](auto head_dim) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
       if constexpr (kHasSm90) {
-        if (hopper && reason_not_sm90_backward(params) == nullptr)
+        if (params.forward.family != kSm80 && reason_not_sm90_backward(params) == nullptr)
           return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
       }
       return {kSm80, sm80::run_backward<kHeadDim, T>, sm80::backward_workspace_bytes<kHeadDim, T>};

@@ -1,9 +1,8 @@
 """Rotary position embedding in one CUDA kernel, bit for bit what eager attention computes in a dozen elementwise ones.
 
 out = x * cos + rotate(x) * sin (RoFormer, arXiv:2104.09864), with every product and sum rounded to the tensors' dtype. For the patched
-Llama and Mistral on a GPU; on a CPU, and for what `can_fuse` refuses, they keep the function of Transformers.
-
-NOTE: the kernel is proven in the emulator (tests/emulator) and has not run on a GPU yet: so far only HF_FLASH2_ROTARY=fused asks for it.
+Llama and Mistral on a GPU; on a CPU, and for what `can_fuse` refuses, they keep the function of Transformers, as they all do under
+HF_FLASH2_ROTARY=eager.
 """
 
 import os
@@ -17,8 +16,8 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     """Whether `apply_rotary` takes these tensors, in eager mode. Compiled models need it not: the compiler fuses the elementwise form."""
     batch, seqlen, _, head_dim = q.shape
     return (
-        os.environ.get("HF_FLASH2_ROTARY") == "fused"
-        and _on_gpu(q)
+        _on_gpu(q)
+        and os.environ.get("HF_FLASH2_ROTARY") != "eager"
         and not torch.compiler.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype

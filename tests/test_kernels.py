@@ -418,6 +418,7 @@ def test_runs_inside_a_cuda_graph(family, device):
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # for the inputs
     with torch.cuda.stream(side):
         expected = step()
     torch.cuda.synchronize()

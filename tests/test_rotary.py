@@ -124,13 +124,12 @@ class OnGpu(torch.Tensor):
 def test_which_tensors_are_fused(monkeypatch):
     """On a CPU none. On a GPU those of one half type, aligned, with angles for each token; the rest keeps Transformers' function."""
     q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 64, False)
-    monkeypatch.setenv("HF_FLASH2_ROTARY", "fused")
     assert not rotary.can_fuse(q, k, cos, sin)
     monkeypatch.setattr(rotary, "_on_gpu", lambda x: True)
     assert rotary.can_fuse(q, k, cos, sin)
-    monkeypatch.delenv("HF_FLASH2_ROTARY")
+    monkeypatch.setenv("HF_FLASH2_ROTARY", "eager")
     assert not rotary.can_fuse(q, k, cos, sin)
-    monkeypatch.setenv("HF_FLASH2_ROTARY", "fused")
+    monkeypatch.delenv("HF_FLASH2_ROTARY")
     assert rotary.can_fuse(q, k, cos[..., :32].contiguous(), sin[..., :32].contiguous())
     refused = {
         "float32": [x.float() for x in (q, k, cos, sin)],

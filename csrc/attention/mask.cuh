@@ -65,6 +65,15 @@ struct Mask {
   }
   __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const { return max(0, last_key(row_begin) + 1) / block_n; }
 
+  // Query blocks [begin, end) every row of which sees every key of [key_begin, key_end).
+  __device__ __forceinline__ int unmasked_query_block_begin(int key_end, int block_m) const {
+    if (visible != nullptr || key_end > len_k) return INT_MAX;
+    return (max(0, key_end - 1 - shift() - right()) + block_m - 1) / block_m;
+  }
+  __device__ __forceinline__ int unmasked_query_block_end(int key_begin, int block_m) const {
+    return max(0, key_begin - shift() + left() + 1) / block_m;
+  }
+
   // Whether some pair of the block (rows from row_begin on, keys from key_begin on) is masked, holes apart.
   __device__ __forceinline__ bool needed(int row_begin, int row_end, int key_begin, int key_end) const {
     return key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();

@@ -53,4 +53,9 @@ __device__ __forceinline__ uint64_t panel_descriptor(uint32_t address, uint32_t 
   return kSwizzle128 | kEightRows | (static_cast<uint64_t>((panel_bytes >> 4) & 0x3FFF) << 16) | ((address >> 4) & 0x3FFF);
 }
 
+// The same `bytes` further on. PERF: one addition in place of packing it anew; shared memory ends before the address field overflows.
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 }  // namespace hf_flash2

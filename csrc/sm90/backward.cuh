@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
-  task.for_each_step([&](int, int, int query_block, int tile) {
+  task.for_each_step([&](uint32_t, int, int query_block, int tile) {
     // The pieces of the step before have been read; in the first step nothing has been issued yet.
     if (elected) bulk_wait_read<1>();
     __syncwarp();
@@ -89,11 +89,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = (&dv[0][0])[i] = 0.f;
 
-  const auto advance = [&](int step, int query_block, auto masked) {  // masked: an integral_constant<bool>
-    const int stage = step % kStages, parity = step / kStages & 1;
+  const auto advance = [&](uint32_t step, int query_block, auto masked) {  // masked: an integral_constant<bool>
+    const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float p[kBlockM / 8][4], ds[kBlockM / 8][4], dq[8][4];     // S and then P, dP and then dS
     uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];  // as A operands
     mbarrier_wait(shared.q_full(stage), parity);
+    RowValues<8> lse_log2(shared.lse_log2(stage));  // PERF: before the products, which keep shared memory busy
     issue_scores<Shape, T>(&p[0][0], keys, shared.q(stage));
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_scores<Shape, T>(&ds[0][0], values, shared.dout(stage));
@@ -101,17 +102,26 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     wgmma_wait<1>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if constexpr (decltype(masked)::value) lane.apply_mask(p, task.mask, query_block * kBlockM);
-    exponentiate(p, shared.lse_log2(stage), scale_log2);
+#pragma unroll
+    for (int part = 0; part < kBlockM / 64; ++part) {
+      const RowValues<8> lse_part = lse_log2;
+      if (part + 1 < kBlockM / 64) lse_log2 = RowValues<8>(shared.lse_log2(stage) + (part + 1) * (64 * 4));
+      exponentiate<8>(p + part * 8, lse_part, scale_log2);
+    }
     // 64 queries at a time: with 128, P in fp32 beside what dV reads would leave too few registers, and ptxas would serialise (C7512).
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
+      const uint32_t delta_rows = shared.delta(stage) + part * (64 * 4);
       round_tiles<T, 8>(p_rounded + part * 16, p + part * 8);
+      const RowValues<4> delta(delta_rows);
       issue_key_gradient<Shape, T, 64>(&dv[0][0], p_rounded + part * 16, shared.dout(stage) + part * (64 * 128));
       if (part == 0) {
         wgmma_wait<1>();
         wgmma_use<kBlockM / 2>(&ds[0][0]);
       }
-      differentiate<8>(ds + part * 8, p + part * 8, shared.delta(stage) + part * (64 * 4));
+      const RowValues<4> delta_rest(delta_rows + 32 * 4);
+      differentiate(ds + part * 8, p + part * 8, delta);
+      differentiate(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
     }
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
@@ -134,9 +144,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
 
   if (task.query_block_begin < task.query_block_end) {
     wait_for_keys(shared, task);
-    task.for_each_step([&](int step, int, int query_block, int) {
+    task.for_each_step([&](uint32_t step, int, int query_block, int) {
       clear_queries(shared, task, step, query_block);
-      if (mask_needed<Shape>(task, query_block))
+      if (task.mask_needed(query_block))
         advance(step, query_block, std::true_type{});
       else
         advance(step, query_block, std::false_type{});

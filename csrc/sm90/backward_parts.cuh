@@ -88,7 +88,8 @@ struct BackwardTask {
   Sequence q, k;
   Mask mask;
   int query_block_begin, query_block_end;
-  int first_tile, head_tiles;  // tile number (Workspace) of the first query block of the first query head; tiles of a head
+  int unmasked_begin, unmasked_end;  // query blocks that need no mask
+  int first_tile, head_tiles;        // tile number (Workspace) of the first query block of the first query head; tiles of a head
 
   template <typename Shape>
   static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments) {
@@ -111,14 +112,18 @@ struct BackwardTask {
             mask,
             mask.query_block_begin(key_begin, Shape::kBlockM),
             mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM),
+            mask.unmasked_query_block_begin(key_begin + Shape::kBlockN, Shape::kBlockM),
+            mask.unmasked_query_block_end(key_begin, Shape::kBlockM),
             static_cast<int>(workspace.first_block(forward, batch, head_k * group, Shape::kBlockM)),
             static_cast<int>(workspace.blocks)};
   }
 
+  __device__ __forceinline__ bool mask_needed(int query_block) const { return query_block < unmasked_begin || query_block >= unmasked_end; }
+
   // Calls f(step, head, query_block, tile) for every query block of every query head; tile is its number in the Workspace.
   template <typename F>
   __device__ __forceinline__ void for_each_step(const F& f) const {
-    int step = 0;
+    uint32_t step = 0;
     for (int head = 0; head < group; ++head) {
 #pragma unroll 1
       for (int query_block = query_block_begin; query_block < query_block_end; ++query_block)
@@ -146,8 +151,9 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
     load_panels(shared.k(), Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
     load_panels(shared.v(), Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
   }
-  task.for_each_step([&](int step, int head, int query_block, int tile) {
-    const int stage = step % kStages, released = (step / kStages & 1) ^ 1, token = task.q.start + query_block * kBlockM;
+  task.for_each_step([&](uint32_t step, int head, int query_block, int tile) {
+    const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
+    const int token = task.q.start + query_block * kBlockM;
     const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
     mbarrier_wait(shared.empty(stage), released);
     mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
@@ -179,9 +185,11 @@ __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& share
 
 // By all consumers: where a query block reaches behind the sequence, its rows there are zero.
 template <typename Shape>
-__device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& shared, const BackwardTask& task, int step, int query_block) {
-  const int rows = task.q.length - query_block * Shape::kBlockM, stage = step % Shape::kStages, parity = step / Shape::kStages & 1;
+__device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t step,
+                                              int query_block) {
+  const int rows = task.q.length - query_block * Shape::kBlockM;
   if (rows >= Shape::kBlockM) return;
+  const uint32_t stage = step % Shape::kStages, parity = step / Shape::kStages & 1;
   mbarrier_wait(shared.q_full(stage), parity);
   mbarrier_wait(shared.dout_full(stage), parity);
   clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.q(stage), rows);
@@ -193,33 +201,34 @@ __device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& share
 // S^T or dP^T [64 keys, kBlockM queries] = keys queries^T.
 template <typename Shape, typename T>
 __device__ __forceinline__ void issue_scores(float* scores, uint32_t keys, uint32_t queries) {
+  const uint64_t b = panel_descriptor(queries);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Shape::kHeadDim / 16; ++k)
     WgmmaShared<T, Shape::kBlockM>::multiply(scores, panel_descriptor(keys + k / 4 * Shape::kKeyPanelBytes + k % 4 * 32),
-                                             panel_descriptor(queries + k / 4 * Shape::kQueryPanelBytes + k % 4 * 32), k > 0);
+                                             advance_descriptor(b, k / 4 * Shape::kQueryPanelBytes + k % 4 * 32), k > 0);
   wgmma_commit();
 }
 
 // dV or dK [64 keys, kHeadDim] += P^T or dS^T times kQueries rows of dO or Q.
 template <typename Shape, typename T, int kQueries = Shape::kBlockM>
 __device__ __forceinline__ void issue_key_gradient(float* gradient, const uint32_t* scores, uint32_t queries) {
+  const uint64_t b = panel_descriptor(queries, Shape::kQueryPanelBytes);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kQueries / 16; ++k)
-    WgmmaRegisters<T, Shape::kHeadDim>::multiply(gradient, scores + k * 4, panel_descriptor(queries + k * 2048, Shape::kQueryPanelBytes),
-                                                 1);
+    WgmmaRegisters<T, Shape::kHeadDim>::multiply(gradient, scores + k * 4, advance_descriptor(b, k * 2048), 1);
   wgmma_commit();
 }
 
 // dQ [64 queries, kColumns] = dS K, of one panel of dS and the columns of K from a panel on.
 template <typename Shape, typename T, int kColumns>
 __device__ __forceinline__ void issue_query_gradient(float* dq, uint32_t ds, uint32_t keys) {
+  const uint64_t a = panel_descriptor(ds), b = panel_descriptor(keys, Shape::kKeyPanelBytes);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Shape::kBlockN / 16; ++k)
-    WgmmaSharedByRows<T, kColumns>::multiply(dq, panel_descriptor(ds + k * 2048), panel_descriptor(keys + k * 2048, Shape::kKeyPanelBytes),
-                                             k > 0);
+    WgmmaSharedByRows<T, kColumns>::multiply(dq, advance_descriptor(a, k * 2048), advance_descriptor(b, k * 2048), k > 0);
   wgmma_commit();
 }
 
@@ -241,19 +250,22 @@ struct ScoreLane {
   }
 };
 
-// Whether anything in this block of scores is masked.
-template <typename Shape>
-__device__ __forceinline__ bool mask_needed(const BackwardTask& task, int query_block) {
-  const int row = query_block * Shape::kBlockM, key = task.key_block * Shape::kBlockN;
-  return task.mask.visible != nullptr || task.mask.needed(row, row + Shape::kBlockM, key, key + Shape::kBlockN);
-}
+// One number of each query row of this thread's elements, two rows of every 8: of lse_log2 or delta.
+template <int kTiles>
+struct RowValues {
+  float2 rows[kTiles];
+  __device__ __forceinline__ explicit RowValues(uint32_t address) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) rows[n] = load_shared_float2(address + (n * 8 + ScoreLane::query()) * 4);
+  }
+};
 
 // P = exp2(scale_log2 S - lse_log2), in place.
 template <int kTiles>
-__device__ __forceinline__ void exponentiate(float (&scores)[kTiles][4], uint32_t lse_log2, float scale_log2) {
+__device__ __forceinline__ void exponentiate(float (*scores)[4], const RowValues<kTiles>& lse_log2, float scale_log2) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    const float2 lse = load_shared_float2(lse_log2 + (n * 8 + ScoreLane::query()) * 4);
+    const float2 lse = lse_log2.rows[n];
 #pragma unroll
     for (int c = 0; c < 4; ++c) scores[n][c] = exp2_approx(fmaf(scores[n][c], scale_log2, c % 2 == 0 ? -lse.x : -lse.y));
   }
@@ -261,10 +273,10 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kTiles][4], uint32_
 
 // dS = P (dP - delta), in place of dP.
 template <int kTiles>
-__device__ __forceinline__ void differentiate(float (*scores)[4], const float (*p)[4], uint32_t delta_rows) {
+__device__ __forceinline__ void differentiate(float (*scores)[4], const float (*p)[4], const RowValues<kTiles>& delta_rows) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    const float2 delta = load_shared_float2(delta_rows + (n * 8 + ScoreLane::query()) * 4);
+    const float2 delta = delta_rows.rows[n];
 #pragma unroll
     for (int c = 0; c < 4; ++c) scores[n][c] = p[n][c] * (scores[n][c] - (c % 2 == 0 ? delta.x : delta.y));
   }

@@ -69,17 +69,18 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  task.for_each_step([&](int step, int, int query_block, int tile) {
-    const int stage = step % kStages, parity = step / kStages & 1;
+  task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
+    const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float p[kBlockM / 8][4], dq[kColumns / 8][4];
     uint32_t p_rounded[kBlockM / 4];
     clear_queries(shared, task, step, query_block);
     mbarrier_wait(shared.q_full(stage), parity);
+    const RowValues<kBlockM / 8> lse_log2(shared.lse_log2(stage));  // PERF: before the product, which keeps shared memory busy
     issue_scores<Shape, T>(&p[0][0], shared.k(), shared.q(stage));
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
-    if (mask_needed<Shape>(task, query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
-    exponentiate(p, shared.lse_log2(stage), scale_log2);
+    if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
+    exponentiate(p, lse_log2, scale_log2);
     // The buffer of P is free: when the consumers met in the step before, the second had read it.
 #pragma unroll
     for (int n = 0; n < kBlockM / 8; ++n) store_shared(wide_p_buffer(shared, n), p[n]);
@@ -111,8 +112,8 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  task.for_each_step([&](int step, int, int query_block, int tile) {
-    const int stage = step % kStages, parity = step / kStages & 1;
+  task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
+    const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float ds[kBlockM / 8][4], dq[kColumns / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
     clear_queries(shared, task, step, query_block);
@@ -125,7 +126,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     for (int n = 0; n < kBlockM / 8; ++n) {  // P a tile at a time: beside dK and dP all of it would spill
       const uint4 x = load_shared_uint4(wide_p_buffer(shared, n));
       const float p[1][4] = {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
-      differentiate<1>(ds + n, p, shared.delta(stage) + n * 32);
+      differentiate(ds + n, p, RowValues<1>(shared.delta(stage) + n * 32));
     }
     round_tiles<T, kBlockM / 8>(ds_rounded, ds);
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
