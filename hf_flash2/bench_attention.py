@@ -5,10 +5,11 @@
     ragged   padded batches of log-normal lengths, run padded and packed, beside a dense batch of equal work
     window   sliding windows over a long sequence, beside full causal attention
     small    grids too small to give every multiprocessor of a large GPU a block
+    decode   one query, or a few, after many cached keys: a step of generation
 
 All implementations read the same tensors in the same process and take turns call by call, so that clocks and temperature are shared. SDPA
 is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of real tokens only, even of
-an implementation that computes more. Needs a CUDA device.
+an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once. Needs a CUDA device.
 """
 
 import argparse
@@ -47,7 +48,10 @@ MULTIPROCESSORS, QUERY_ROWS = 132, 128  # of an H200; of a block
 
 @dataclass(frozen=True)
 class Point:
-    """One problem: self-attention over a batch of sequences, padded on the right to rows of seqlen tokens."""
+    """One problem: self-attention over a batch of sequences, padded on the right to rows of seqlen tokens.
+
+    With `queries`, these last tokens of full rows alone attend, to the whole row.
+    """
 
     shapes: str  # the set it belongs to
     mode: str
@@ -59,6 +63,7 @@ class Point:
     heads: int
     heads_k: int
     window: int | None = None  # how many tokens a token sees to its left, itself aside; None = all
+    queries: int | None = None  # None = every token
     baseline: "Point | None" = None  # another point that ours is compared with
     only_ours: bool = False  # there to be compared with: no rival is timed
 
@@ -76,6 +81,8 @@ class Point:
         """What an implementation has to be able to do."""
         if self.fill < 1:
             return "ragged"
+        if self.queries is not None:
+            return "decode" if self.queries == 1 else "decode, mask"
         return "dense" if self.window is None else "window"
 
     @property
@@ -84,7 +91,14 @@ class Point:
         scores = sum(map(self._visible_scores, self.lengths))
         return FLOPS_OF_MODE[self.mode] * 4 * self.heads * self.head_dim * scores / 1e12
 
+    @property
+    def gigabytes(self) -> float:
+        """K and V, once."""
+        return 2 * sum(self.lengths) * self.heads_k * self.head_dim * DTYPES[self.dtype].itemsize / 1e9
+
     def _visible_scores(self, length: int) -> float:
+        if self.queries is not None:
+            return self.queries * (length - (self.queries - 1) / 2 if self.causal else length)
         if self.window is None:
             return length**2 * (0.5 if self.causal else 1.0)
         left = min(self.window, length - 1)
@@ -94,9 +108,14 @@ class Point:
     def mask(self) -> str:
         return f"window {self.window}" if self.window is not None else "causal" if self.causal else "full"
 
+    @property
+    def rows(self) -> str:
+        """The batch as text; queries/keys where they differ."""
+        return f"{self.batch} x {self.seqlen}" if self.queries is None else f"{self.batch} x {self.queries}/{self.seqlen}"
+
     def __str__(self) -> str:
         fill = f" fill {self.fill:.2f}" if self.fill < 1 else ""
-        return f"{self.mode} d {self.head_dim} heads {self.heads}/{self.heads_k} {self.mask} {self.batch} x {self.seqlen}{fill}"
+        return f"{self.mode} d {self.head_dim} heads {self.heads}/{self.heads_k} {self.mask} {self.rows}{fill}"
 
 
 def papers(args: argparse.Namespace) -> Iterator[Point]:
@@ -146,6 +165,11 @@ def small(args: argparse.Namespace) -> Iterator[Point]:
             yield Point("small", mode, args.dtype, head_dim, causal, seqlen, (seqlen,), heads, heads)
 
 
+def decode(args: argparse.Namespace) -> Iterator[Point]:
+    for head_dim, queries, seqlen, batch in itertools.product(args.head_dim or (128,), (1, 16), args.seqlen or (1024, 8192), (1, 8, 32)):
+        yield Point("decode", "fwd", args.dtype, head_dim, True, seqlen, (seqlen,) * batch, 32, 8, queries=queries)
+
+
 def masks(args: argparse.Namespace, default: tuple[bool, ...]) -> tuple[bool, ...]:
     return {None: default, "yes": (True,), "no": (False,), "both": (False, True)}[args.causal]
 
@@ -164,6 +188,7 @@ class Shapes:
     x: Callable[["Row"], str]
     x_label: str
     baseline: str = ""  # what ours is compared with
+    rate: str = "TFLOP/s"  # or GB/s
 
 
 def short(n: int) -> str:
@@ -185,6 +210,10 @@ SHAPES = {
         "window, tokens to the left", "full causal",
     ),
     "small": Shapes(small, lambda row: f"{row.heads} heads of {row.head_dim}", lambda row: short(row.seqlen), "sequence length"),
+    "decode": Shapes(
+        decode, lambda row: f"{row.queries} of {row.heads} / {row.heads_k} heads of {row.head_dim}",
+        lambda row: f"{row.batch} x {short(row.seqlen)}", "batch x keys", rate="GB/s",
+    ),
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------------------------ command
@@ -201,6 +230,7 @@ class Row:
     head_dim: int
     causal: bool
     window: int | None
+    queries: int | None
     seqlen: int
     batch: int
     fill: float
@@ -211,26 +241,35 @@ class Row:
     ms_p20: float
     ms_p80: float
     tflops: float
+    gb_per_s: float  # of K and V, read once
     percent_of_best_rival: float | None  # None for the rivals themselves, and without any
     percent_of_baseline: float | None  # TFLOP/s of ours, in those of the same family at the point it is compared with
+
+    def rate(self, ms: float) -> float:
+        """What these shapes are shown as, had it taken so long."""
+        return {"TFLOP/s": self.tflops, "GB/s": self.gb_per_s}[SHAPES[self.shapes].rate] * self.ms / ms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-flash2 bench attention`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["papers"], help="default: papers")
-    parser.add_argument("--mode", nargs="+", choices=list(FLOPS_OF_MODE), default=["fwd", "bwd"])
+    parser.add_argument("--mode", nargs="+", choices=list(FLOPS_OF_MODE), default=["fwd", "bwd"], help="decode: always fwd")
     parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="default: those of the shapes")
     parser.add_argument("--seqlen", nargs="+", type=int, metavar="S", help="default: those of the shapes")
-    parser.add_argument("--causal", choices=["yes", "no", "both"], help="default: both for papers, else yes; window is always causal")
+    parser.add_argument(
+        "--causal", choices=["yes", "no", "both"], help="default: both for papers, else yes; window and decode are always causal"
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--tokens", type=int, help="papers, ragged: batch = tokens / seqlen (default 16384, 32768)")
-    parser.add_argument("--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa and small apart (default 2048)")
+    parser.add_argument(
+        "--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa, small and decode apart (default 2048)"
+    )
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
     parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
     parser.add_argument("--eager", action="store_true", help="time eager attention too")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw TFLOP/s (needs matplotlib); several shapes: PATH-shapes")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the rates (needs matplotlib); several shapes: PATH-shapes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -253,7 +292,7 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
     print(" · ".join(f"{name} {value}" for name, value in environment.items()))
     rows: list[Row] = []
     for name in args.shapes:
-        print(f"\n{name}, {args.dtype}: TFLOP/s at the median time (p20-p80)")
+        print(f"\n{name}, {args.dtype}: {SHAPES[name].rate} at the median time (p20-p80)")
         points = list(SHAPES[name].points(args))
         columns = [provider.name for provider in providers if any(provider.takes(point) for point in points)]
         print(format_header(columns, SHAPES[name]))
@@ -282,11 +321,10 @@ class Problem:
 
     def __init__(self, point: Point, device: torch.device):
         self.point, self.device = point, device
-        rows = (point.batch, point.seqlen)
-        q, dout = (self._random(*rows, point.heads, point.head_dim) for _ in range(2))
-        k, v = (self._random(*rows, point.heads_k, point.head_dim) for _ in range(2))
-        self.qkv = self._leaves(q, k, v)  # [B, S, H or Hk, D]
-        self.dout = dout  # [B, S, H, D]
+        q, dout = (self._random(point.batch, point.queries or point.seqlen, point.heads, point.head_dim) for _ in range(2))
+        k, v = (self._random(point.batch, point.seqlen, point.heads_k, point.head_dim) for _ in range(2))
+        self.qkv = self._leaves(q, k, v)  # [B, S or queries, H, D], [B, S, Hk, D]
+        self.dout = dout  # as q
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=DTYPES[self.point.dtype])
@@ -319,11 +357,12 @@ class Problem:
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """bool [B or 1, 1, S, S]: padding, causality and window as one mask, as SDPA is given it."""
+        """bool [B or 1, 1, S or queries, S]: padding, causality and window as one mask, as SDPA is given it."""
         seqlen, left = self.point.seqlen, self.point.window
-        visible = torch.ones(seqlen, seqlen, dtype=torch.bool, device=self.device)
+        queries = self.point.queries or seqlen
+        visible = torch.ones(queries, seqlen, dtype=torch.bool, device=self.device)
         if self.point.causal:
-            visible = visible.tril_()
+            visible = visible.tril_(seqlen - queries)
         if left is not None:
             visible = visible.triu_(-left)
         return visible & self.real[:, None, None, :] if self.point.fill < 1 else visible[None, None]
@@ -355,19 +394,19 @@ def all_providers(families: Iterable[str], with_eager: bool) -> list[Provider]:
     providers = []
     for family in families:
         providers += [
-            Provider(f"{OURS} {family}", dense, ("dense", "window"), family),
+            Provider(f"{OURS} {family}", dense, ("dense", "window", "decode", "decode, mask"), family),
             Provider(f"{OURS} {family} padded", padded, ("ragged",), family),
             Provider(f"{OURS} {family} packed", packed, ("ragged",), family),
         ]
     providers += [
-        Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense",)),
-        Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense",)),
-        Provider(f"{SDPA} efficient, mask", partial(masked_sdpa, SDPBackend.EFFICIENT_ATTENTION), ("ragged", "window")),
-        Provider(f"{SDPA} cudnn, mask", partial(masked_sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged", "window")),
+        Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode")),
+        Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode")),
+        Provider(f"{SDPA} efficient, mask", partial(masked_sdpa, SDPBackend.EFFICIENT_ATTENTION), ("ragged", "window", "decode, mask")),
+        Provider(f"{SDPA} cudnn, mask", partial(masked_sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged", "window", "decode, mask")),
     ]
     if importlib.util.find_spec("torch.nn.attention.varlen"):  # since torch 2.10
         providers.append(Provider(VARLEN, torch_varlen, ("ragged", "window")))
-    return providers + [Provider(EAGER, eager, ("dense", "ragged", "window"))] * with_eager
+    return providers + [Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))] * with_eager
 
 
 def dense(problem: Problem) -> Work:
@@ -391,22 +430,23 @@ def packed(problem: Problem) -> Work:
 
 
 def sdpa(backend: SDPBackend, problem: Problem) -> Work:
-    """torch's scaled_dot_product_attention held to one backend."""
-    return _sdpa(backend, problem, is_causal=problem.point.causal)
+    """torch's scaled_dot_product_attention held to one backend. The last token needs no mask."""
+    grouped = problem.point.heads_k != problem.point.heads
+    return _sdpa(backend, problem, is_causal=problem.point.causal and problem.point.queries is None, enable_gqa=grouped)
 
 
 def masked_sdpa(backend: SDPBackend, problem: Problem) -> Work:
-    """The same with padding and window as a boolean mask, as Transformers calls it."""
-    return _sdpa(backend, problem, attn_mask=problem.visible)
+    """The same with padding and window as a boolean mask, as Transformers calls it: key heads repeated, for not every backend groups."""
+    return _sdpa(backend, problem, repeats=problem.point.heads // problem.point.heads_k, attn_mask=problem.visible)
 
 
-def _sdpa(backend: SDPBackend, problem: Problem, **options: object) -> Work:
-    if problem.point.heads_k != problem.point.heads:
-        options["enable_gqa"] = True
-
+def _sdpa(backend: SDPBackend, problem: Problem, repeats: int = 1, **options: object) -> Work:
     def attend() -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in problem.qkv)
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in problem.qkv), **options).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return Work(attend, problem.qkv, problem.dout)
 
@@ -555,8 +595,9 @@ def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row]
         rows.append(
             Row(
                 provider=name, shapes=point.shapes, mode=point.mode, dtype=point.dtype, head_dim=point.head_dim, causal=point.causal,
-                window=point.window, seqlen=point.seqlen, batch=point.batch, fill=point.fill, heads=point.heads, heads_k=point.heads_k,
-                only_ours=point.only_ours, ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops,
+                window=point.window, queries=point.queries, seqlen=point.seqlen, batch=point.batch, fill=point.fill, heads=point.heads,
+                heads_k=point.heads_k, only_ours=point.only_ours, ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops,
+                gb_per_s=point.gigabytes / median * 1e3,
                 percent_of_best_rival=100 * best_rival / median if ours and best_rival is not None else None,
                 percent_of_baseline=100 * tflops / same_family if ours and same_family is not None else None,
             )
@@ -576,8 +617,8 @@ def baseline_header(shapes: Shapes) -> str:
     return f"{f'% of {shapes.baseline}':>26}" if shapes.baseline else ""
 
 
-def digits(tflops: float) -> str:
-    return f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}"
+def digits(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def format_header(providers: Iterable[str], shapes: Shapes) -> str:
@@ -588,15 +629,15 @@ def format_header(providers: Iterable[str], shapes: Shapes) -> str:
 
 
 def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> str:
-    """One line of the table: the median as TFLOP/s, with the spread of the middle 60 % of the calls."""
+    """One line of the table: the rate at the median, with the spread of the middle 60 % of the calls."""
     by_provider = {row.provider: row for row in rows}
-    batch, heads = f"{point.batch} x {point.seqlen}", f"{point.heads}/{point.heads_k}"
-    line = f"{point.mode:8}{point.head_dim:>4}{heads:>7} {point.mask:12}{batch:>12}{point.fill:>6.2f}"
+    heads = f"{point.heads}/{point.heads_k}"
+    line = f"{point.mode:8}{point.head_dim:>4}{heads:>7} {point.mask:12}{point.rows:>12}{point.fill:>6.2f}"
     for name in providers:
         cell = "-"
         if name in by_provider:
             row = by_provider[name]
-            median, slow, fast = (digits(tflops_at(row, ms)) for ms in (row.ms, row.ms_p80, row.ms_p20))
+            median, slow, fast = (digits(row.rate(ms)) for ms in (row.ms, row.ms_p80, row.ms_p20))
             cell = f"{median} ({slow}-{fast})"
         line += f"{cell:>24}"
     rival, baseline = (
@@ -609,12 +650,8 @@ def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> 
     return f"{line}{rival:>24}{baseline:>{len(baseline_header(SHAPES[point.shapes]))}}".rstrip()
 
 
-def tflops_at(row: Row, ms: float) -> float:
-    return row.tflops * row.ms / ms
-
-
 def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
-    """TFLOP/s of one set of shapes: a panel per mode, mask and kind of heads, a line per provider with its p20-p80 as a band."""
+    """The rates of one set of shapes: a panel per mode, mask and kind of heads, a line per provider with its p20-p80 as a band."""
     shapes = SHAPES[rows[0].shapes]
     baselines = {row.provider: f"{row.provider}, {shapes.baseline}" for row in rows if row.provider == family_of(row.provider)}
     rows = [row for row in rows if not row.only_ours]
@@ -636,8 +673,8 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
                     x = [xs.index(shapes.x(row)) for row in curve]
                     ours = provider.startswith(OURS)
                     style = {"linewidth": 2.2, "marker": "o"} if ours else {"linewidth": 1.3, "marker": "s", "ls": "--"}
-                    (line,) = panel.plot(x, [row.tflops for row in curve], color=f"C{number}", markersize=4, **style)
-                    slow, fast = ([tflops_at(row, ms) for row, ms in zip(curve, times, strict=True)] for times in spread(curve))
+                    (line,) = panel.plot(x, [row.rate(row.ms) for row in curve], color=f"C{number}", markersize=4, **style)
+                    slow, fast = ([row.rate(ms) for row, ms in zip(curve, times, strict=True)] for times in spread(curve))
                     panel.fill_between(x, slow, fast, color=line.get_color(), alpha=0.15, linewidth=0)
                     legend.setdefault(provider, line)
                     top = max([top, *fast])
@@ -651,7 +688,7 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
                 panel.set_xlim(-0.2, len(xs) - 0.8)
                 panel.grid(alpha=0.3)
             panels[0].set_ylim(0, 1.05 * top)  # shared by the line
-            panels[0].set_ylabel("TFLOP/s")
+            panels[0].set_ylabel(shapes.rate)
         for panel in axes[-1]:
             panel.set_xlabel(shapes.x_label)
         legend_below(drawn, legend, columns=max(2, int(size[0] / 2.9)))

@@ -76,6 +76,8 @@ LENGTHS += [(1, 300), (300, 1), (3, 129), (64, 128), (113, 203), (203, 113), (12
 WINDOWS = [(0, 0), (5, 0), (63, 1), (64, 0), (128, 128), (0, 17), (-1, 5), (5, -1), (300, 2), (1000, 1000)]
 RAGGED = (1, 3, 63, 64, 65, 127, 129, 300)
 EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
+GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
+GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
 CAUSAL = (False, True)
 
 
@@ -106,6 +108,15 @@ def _table() -> list[Case]:
             Case("ranges", lengths_q=(1, 1, 1, 1), lengths_k=(1, 64, 200, 333), form="ranges", padding="mixed", causal=causal),
             Case("ranges", heads=(14, 2), lengths_q=(90, 90, 90), lengths_k=(1, 64, 131), form="ranges", padding="keys", causal=causal),
         ]
+        cases += [  # few queries: the Hopper forward computes the rows of a group together
+            Case("group", head_dim=d, heads=heads, lengths_q=(sq,) * 2, lengths_k=(sk,) * 2, causal=causal) for d, heads, sq, sk in GROUPS
+        ]
+        for d, heads in ((64, (8, 1)), (128, (8, 2))):
+            cases.append(Case("group", d, heads, lengths_q=(17, 0, 1, 40, 3), lengths_k=(130, 64, 1, 40, 0), form="packed", causal=causal))
+            for padding in ("left", "holes", "keys"):
+                lengths_q = (17, 17, 17, 17) if padding == "keys" else (1, 3, 17, 40)
+                options = {"lengths_q": lengths_q, "lengths_k": (70, 300, 33, 41), "form": "ranges", "padding": padding, "causal": causal}
+                cases.append(Case("group", d, heads, **options))
         for layout in ("qkv_split", "kv_packed", "cache", "misaligned", "expanded_dout"):
             cases.append(Case("layout", head_dim=64, causal=causal, layout=layout))
             cases.append(Case("layout", head_dim=128, lengths_q=RAGGED, form="packed", causal=causal, layout=layout))
@@ -134,8 +145,11 @@ def _table() -> list[Case]:
             Case("window", lengths_q=RAGGED, form="ranges", padding="left", window=window),
             Case("window", lengths_q=RAGGED, form="ranges", padding="holes", window=window),
             Case("window", lengths_q=EMPTY_Q, lengths_k=EMPTY_K, form="packed", window=window),
+            Case("window", heads=(8, 1), lengths_q=(40,), lengths_k=(300,), window=window),
         ]
     cases += [Case("window", lengths_q=(300,) * 2, causal=True, window=(left, 33)) for left in (0, 31, 64, 200)]  # causal beats right
+    # The last key block is whole; the window begins in it for the last of the queries only.
+    cases.append(Case("window", heads=(8, 1), lengths_q=(16,), lengths_k=(256,), window=(120, -1)))
     return cases
 
 

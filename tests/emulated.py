@@ -29,6 +29,7 @@ def load(path: Path) -> ctypes.CDLL:
     library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
     library.emulator_schedule.restype = None
     library.emulator_bank_conflicts.restype = ctypes.c_uint64
+    library.emulator_tensor_bytes.restype = ctypes.c_uint64
     return library
 
 

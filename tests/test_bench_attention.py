@@ -96,6 +96,16 @@ def test_small_grids_leave_multiprocessors_without_a_block():
     assert all(p.batch == 1 and p.heads * p.seqlen / 128 < 132 for p in points)
 
 
+def test_decode_has_few_queries_after_many_keys():
+    points = points_of("decode", "--mode", "bwd")
+    assert {(p.batch, p.queries, p.seqlen) for p in points} == set(itertools.product((1, 8, 32), (1, 16), (1024, 8192)))
+    assert {(p.mode, p.heads, p.heads_k, p.head_dim, p.causal) for p in points} == {("fwd", 32, 8, 128, True)}
+    assert all(p.gigabytes == pytest.approx(p.batch * p.seqlen * 8 * 128 * 2 * 2 / 1e9) for p in points)
+    visible = {p.queries: sum(1 for i in range(p.queries) for j in range(1024) if j <= i + 1024 - p.queries) for p in points}
+    assert all(p.tflop == pytest.approx(4 * 32 * 128 * visible[p.queries] / 1e12) for p in points if (p.batch, p.seqlen) == (1, 1024))
+    assert str(points[-1]) == "fwd d 128 heads 32/8 causal 32 x 16/8192"
+
+
 @pytest.mark.parametrize(("mode", "factor"), (("fwd", 1.0), ("bwd", 2.5), ("fwd+bwd", 3.5)))
 @pytest.mark.parametrize("causal", (True, False))
 def test_flops_are_counted_as_in_the_papers(mode, factor, causal):
@@ -135,6 +145,8 @@ SMALL = {
     "full": bench.Point("papers", "bwd", "bf16", 32, False, 64, (64, 64), 4, 4),
     "gqa": bench.Point("gqa", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2),
     "window": bench.Point("window", "bwd", "bf16", 32, True, 64, (64,), 4, 4, window=9),
+    "decode": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=1),
+    "decode, mask": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=5),
     "ragged": bench.Point("ragged", "bwd", "bf16", 32, True, 64, (64, 21, 1), 4, 4),
     "ragged full": bench.Point("ragged", "bwd", "bf16", 32, False, 64, (64, 21, 1), 4, 4),
 }
@@ -152,13 +164,13 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
     problem = bench.Problem(point, device)
     q, k, v = (x.detach().float().requires_grad_() for x in problem.qkv)
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(point.heads // point.heads_k, 2)) * point.head_dim**-0.5
-    i, j = torch.arange(64, device=device)[:, None], torch.arange(64, device=device)
+    i, j = torch.arange(64 - q.shape[1], 64, device=device)[:, None], torch.arange(64, device=device)
     left = 64 if point.window is None else point.window
     right = 0 if point.causal else 64
     hidden = (j < i - left) | (j > i + right) | ~problem.real[:, None, None, :]
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     truth = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(point.heads // point.heads_k, 2))
-    problem.dout = problem.dout * problem.real[:, :, None, None]  # padding outputs differ, and their gradients would too
+    problem.dout = problem.dout * problem.real[:, -q.shape[1] :, None, None]  # padding outputs differ, and their gradients would too
     gradients = torch.autograd.grad(truth, (q, k, v), problem.dout.float())
     compared = []
     for provider in providers():
@@ -179,7 +191,8 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
             continue
         packed = out.dim() == 3
         for ours, exact in zip((out, *found), (truth, *gradients), strict=True):
-            torch.testing.assert_close(ours.float() if packed else ours.float()[problem.real], exact[problem.real], atol=0.05, rtol=0.05)
+            real = problem.real[:, -exact.shape[1] :]
+            torch.testing.assert_close(ours.float() if packed else ours.float()[real], exact[real], atol=0.05, rtol=0.05)
         compared.append(provider.name)
     assert len([name for name in compared if name.startswith(bench.OURS)]) >= 1 + (point.kind == "ragged")
     assert bench.EAGER in compared and any(name.startswith(bench.SDPA) for name in compared)
@@ -189,10 +202,10 @@ def test_rivals_and_baselines_take_what_they_are_for():
     named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False)}
     taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
     dense, ragged = {"dense", "full", "gqa"}, {"ragged", "ragged full"}
-    assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window"}
+    assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "decode", "decode, mask"}
     assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
-    assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense
-    assert taken["sdpa efficient, mask"] == taken["sdpa cudnn, mask"] == ragged | {"window"}
+    assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}
+    assert taken["sdpa efficient, mask"] == taken["sdpa cudnn, mask"] == ragged | {"window", "decode, mask"}
     only_ours = bench.Point("window", "fwd", "bf16", 32, True, 64, (64,), 4, 4, only_ours=True)
     assert [name for name, provider in named.items() if provider.takes(only_ours)] == ["hf_flash2 sm80", "hf_flash2 sm90"]
 
@@ -347,6 +360,16 @@ def test_csv_and_table(tmp_path):
     line = bench.format_line(points[0], measured(points[0]), ["hf_flash2 sm80", "not there", "sdpa cudnn"])
     assert line.split()[:7] == ["fwd", "64", "32/32", "full", "32", "x", "512"]
     assert line.endswith(" 50") and " - " in line
+
+
+def test_decode_is_shown_in_gigabytes_per_second():
+    point = points_of("decode")[0]
+    (row,) = bench.rows_of(point, {"hf_flash2 sm90": [2.0]})
+    assert row.gb_per_s == row.rate(2.0) == pytest.approx(point.gigabytes / 2e-3) and row.rate(1.0) == pytest.approx(point.gigabytes / 1e-3)
+    line = bench.format_line(point, [row], ["hf_flash2 sm90"]).split()
+    assert line[4:8] == ["1", "x", "1/1024", "1.00"] and line[8] == bench.digits(row.gb_per_s)
+    (dense,) = bench.rows_of(dense_point(), {"hf_flash2 sm90": [2.0]})
+    assert dense.rate(2.0) == dense.tflops
 
 
 @pytest.mark.parametrize("shapes", bench.SHAPES)

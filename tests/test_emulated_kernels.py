@@ -12,7 +12,7 @@ import zlib
 import emulated
 import pytest
 import torch
-from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample
+from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import compare, peek_rng_state
 
@@ -123,6 +123,43 @@ def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
     case = Case("limits", heads=(1, 1), lengths_q=(3,) * len(lengths_k), lengths_k=lengths_k, form="packed", window=window)
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate(family, sample), sample)
+
+
+TOGETHER = [  # a case, and how many tiles a group has: with each head on its own, together
+    (Case("together", heads=(4, 2), lengths_q=(1,), lengths_k=(300,), causal=True), (2, 1)),
+    (Case("together", head_dim=128, heads=(8, 2), lengths_q=(3, 3), lengths_k=(300, 300), causal=True), (4, 1)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(40,), lengths_k=(300,), causal=True), (8, 3)),
+    (Case("together", head_dim=128, heads=(16, 1), lengths_q=(17,), lengths_k=(300,)), (16, 3)),
+    (Case("together", head_dim=192, heads=(8, 1), lengths_q=(17,), lengths_k=(222,), causal=True), (8, 2)),
+    (Case("together", heads=(8, 2), lengths_q=(40,), lengths_k=(128,), window=(30, 5)), (4, 1)),
+    (Case("together", heads=(8, 1), lengths_q=(3, 0, 1), lengths_k=(30, 70, 100), form="packed", causal=True), (8, 1)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(3, 7), lengths_k=(30, 100), form="ranges", padding="left"), (8, 1)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(16,), lengths_k=(120,), form="ranges", padding="holes"), (8, 1)),
+    (Case("together", head_dim=128, heads=(3, 1), lengths_q=(1,), lengths_k=(300,)), (1, 1)),  # no power of two
+    (Case("together", head_dim=128, heads=(2, 1), lengths_q=(128,), lengths_k=(130,)), (2, 2)),  # whole tiles as they are
+    (Case("together", head_dim=128, heads=(2, 1), lengths_q=(1984,), lengths_k=(3,)), (32, 32)),  # 31 of 32: not worth it
+]
+
+
+@pytest.mark.parametrize(("case", "tiles"), [pytest.param(*problem, id=problem[0].id) for problem in TOGETHER])
+def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeypatch):
+    """Fewer tiles, so that K and V are loaded less often, and the very results of each head on its own: of a key head per query head."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    q, k, v = (x.detach() for x in sample.inputs()[:3])
+    group = case.heads[0] // case.heads[1]
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
+        before = library.emulator_tensor_bytes()
+        with emulated.running(monkeypatch, library):
+            poison(q, k, v)
+            result = sample.call(q, k, v)
+        return result, library.emulator_tensor_bytes() - before
+
+    apart, bytes_apart = run(*(x.repeat_interleave(group, dim=-2) for x in (k, v)))
+    together, bytes_together = run(k, v)
+    assert all(map(torch.equal, together, apart))
+    assert bytes_together * tiles[0] == bytes_apart * tiles[1] > 0
 
 
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)

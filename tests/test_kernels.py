@@ -341,6 +341,17 @@ def test_the_next_call_works_after_every_error(family, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case.group == "group"], ids=lambda case: case.id)
+def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device):
+    """Whether a tile holds the rows of one head or of a group is not seen in a single bit of the results."""
+    sample = Sample(case, torch.bfloat16, device)
+    q, k, v = (x.detach() for x in sample.inputs()[:3])
+    grouped = sample.call(q, k, v)
+    alone = sample.call(q, *(x.repeat_interleave(case.heads[0] // case.heads[1], dim=-2) for x in (k, v)))
+    assert all(map(torch.equal, grouped, alone))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 def test_no_host_synchronisation(form, family, device, request):
     dropout_p = 0.0 if family == "sm90" else 0.1

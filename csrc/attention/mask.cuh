@@ -80,14 +80,15 @@ struct Mask {
   }
 
   // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
-  // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added).
+  // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added). 2^heads_log2 rows, those of as many heads, are one query.
   template <int kMTiles, int kNTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key) const {
+  __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, int heads_log2 = 0) const {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int first = first_key(row + m * 16 + half * 8) - key, last = last_key(row + m * 16 + half * 8) - key;
+        const int query = (row + m * 16 + half * 8) >> heads_log2;
+        const int first = first_key(query) - key, last = last_key(query) - key;
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll

@@ -9,13 +9,12 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) 
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// Copies the box at (column, token, head, batch) of a 4-D map into shared memory and counts its bytes on `barrier`. Elements outside the
-// tensor arrive as zeros. Issued by one thread.
-__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int column, int token, int head,
-                                         int batch) {
+// Copies the box at these coordinates of a 4-D map, the innermost first, into shared memory and counts its bytes on `barrier`. Elements
+// outside the tensor arrive as zeros. Issued by one thread.
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(batch)
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 

@@ -5,6 +5,7 @@
 // S of the next key block is issued together with O += P V of the last, and softmax runs while that product does; across them, a ring of
 // named barriers makes them take turns at issuing, so that one computes softmax while another has the tensor cores.
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early.
+// Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
@@ -22,6 +23,7 @@ namespace hf_flash2::sm90 {
 struct ForwardArguments {
   CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
   HfFlash2ForwardParams params;
+  int tile_heads_log2;  // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
   TileScheduler scheduler;
 };
 
@@ -60,25 +62,29 @@ struct ForwardShared {
 
 // What a query block is: the same for loader and consumers.
 struct ForwardTask {
-  int batch, head, row_begin;
+  int batch, head;             // the first of the tile's heads
+  int query_begin, query_end;  // of the tile: the end may lie behind the sequence
   Sequence q, k;
   Mask mask;
   int key_block_begin, key_block_end;
 
   template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ ForwardTask make(const HfFlash2ForwardParams& params, int query_block, int batch_head) {
-    const int batch = batch_head / params.heads_q, row_begin = query_block * kBlockM;
+  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head) {
+    const HfFlash2ForwardParams& params = arguments.params;
+    const int heads = params.heads_q >> arguments.tile_heads_log2, batch = batch_head / heads;
+    const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
     const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
     const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
     const Mask mask(params, batch, q, k);
     return {batch,
-            batch_head % params.heads_q,
-            row_begin,
+            (batch_head % heads) << arguments.tile_heads_log2,
+            query_begin,
+            query_end,
             q,
             k,
             mask,
-            mask.key_block_begin(row_begin, kBlockN),
-            row_begin < q.length ? mask.key_block_end(row_begin + kBlockM, kBlockN) : 0};
+            mask.key_block_begin(query_begin, kBlockN),
+            query_begin < q.length ? mask.key_block_end(query_end, kBlockN) : 0};
   }
   __device__ __forceinline__ int key_blocks() const { return max(0, key_block_end - key_block_begin); }
 };
@@ -103,7 +109,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   int use = 0, query_use = 0;  // key blocks and query blocks loaded so far
 
   for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(params, query_block, batch_head);
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head);
     const int head_k = task.head / (params.heads_q / params.heads_k), map_batch = packed ? 0 : task.batch;
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
@@ -116,8 +122,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         mbarrier_wait(shared.q_empty(), (query_use & 1) ^ 1);
         mbarrier_arrive_expect(shared.q_full(), Shape::kQueryBytes);
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-          tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.q.start + task.row_begin,
-                   task.head, map_batch);
+          tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.head,
+                   task.q.start + task.query_begin, map_batch);
         ++query_use;
       }
       mbarrier_wait(shared.v_empty(stage), released);
@@ -169,9 +175,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 
   int use = 0, query_use = 0;  // key blocks and query blocks computed so far
   for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(params, query_block, batch_head);
-    if (task.row_begin >= task.q.length) return;
-    const int row = task.row_begin + group_row;
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(arguments, query_block, batch_head);
+    if (task.query_begin >= task.q.length) return;
+    const int row = query_block * Shape::kBlockM + group_row;
     OnlineSoftmax<1> softmax;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) (&out[0][0][0])[i] = 0.f;
@@ -196,8 +202,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
       }
       const int key = lane % 4 * 2;  // first column of this lane in a block
-      if (task.mask.needed(task.row_begin, task.row_begin + Shape::kBlockM, block * kBlockN, (block + 1) * kBlockN))
-        task.mask.apply(scores, row, block * kBlockN + key);
+      if (task.mask.needed(task.query_begin, task.query_end, block * kBlockN, (block + 1) * kBlockN))
+        task.mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
       if (task.mask.visible != nullptr) task.mask.apply_holes(scores, block * kBlockN + key);
       softmax.update(scores, rescale, scale_log2);
       round_probabilities();
@@ -220,7 +226,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           mbarrier_arrive(shared.k_empty(stage_k));
           if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
         }
-        if constexpr (kMasking != Masking::kNone) task.mask.apply(scores, row, block * kBlockN + key);
+        if constexpr (kMasking != Masking::kNone) task.mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
         if constexpr (kMasking == Masking::kHoles) task.mask.apply_holes(scores, block * kBlockN + key);
         const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
         wgmma_wait<0>();
@@ -229,8 +235,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if (moved) scale_rows(out, rescale);
         round_probabilities();
       };
-      const int unmasked_begin = task.mask.unmasked_block_begin(task.row_begin + Shape::kBlockM, kBlockN);
-      const int unmasked_end = task.mask.unmasked_block_end(task.row_begin, kBlockN);
+      const int unmasked_begin = task.mask.unmasked_block_begin(task.query_end, kBlockN);
+      const int unmasked_end = task.mask.unmasked_block_end(task.query_begin, kBlockN);
       for (--block; block >= task.key_block_begin; --block) {
         if (task.mask.visible != nullptr)
           advance(std::integral_constant<Masking, Masking::kHoles>{});
@@ -253,12 +259,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     }
     scale_rows(out, rescale);
 
-    float* lse = params.softmax_lse + task.batch * params.lse_batch_stride + task.head * params.lse_head_stride + task.q.start;
-    T* gO = token_pointer<T>(params.out, task.batch, task.head, task.q.start);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (lane % 4 == 0 && row + half * 8 < task.q.length) lse[row + half * 8] = softmax.row_max[0][half];
-      store_row(out[0], half, gO + (row + half * 8) * params.out.token_stride, row + half * 8 < task.q.length, params.head_dim);
+      const int query = (row + half * 8) >> arguments.tile_heads_log2, token = task.q.start + query;
+      const int head = task.head + ((row + half * 8) & ((1 << arguments.tile_heads_log2) - 1));
+      const bool valid = query < task.q.length;
+      if (lane % 4 == 0 && valid)
+        params.softmax_lse[task.batch * params.lse_batch_stride + head * params.lse_head_stride + token] = softmax.row_max[0][half];
+      store_row(out[0], half, token_pointer<T>(params.out, task.batch, head, token), valid, params.head_dim);
     }
   });
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match

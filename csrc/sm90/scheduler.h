@@ -20,7 +20,7 @@ enum class TileOrder : int {
 struct TileScheduler {
   TileOrder order;
   int blocks;  // of the longest sequence
-  int heads;   // heads * batch
+  int heads;   // heads * batch; where tiles hold all heads of a group, groups * batch
   int group;   // heads that share the L2 (kLastBlockFirst, kFirstBlockFirst)
 
   __host__ __device__ int tiles_per_unit() const { return order == TileOrder::kPairs ? 2 : 1; }

@@ -25,21 +25,44 @@ inline bool tma_can_read(const HfFlash2Tensor& tensor, int tokens, int heads, in
          tokens > 0 && heads > 0 && batch > 0;
 }
 
-// Map over [batch, heads, tokens, head_dim] whose box is 64 columns of `rows` tokens, with the 128-byte swizzle of panel_descriptor().
-inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch, int rows) {
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(batch)};
-  // A dimension of one element is never stepped along; TMA still wants a stride that is a positive multiple of 16 bytes.
-  const auto bytes = [](int64_t stride, int size) { return static_cast<cuuint64_t>(size == 1 || stride == 0 ? 16 : stride * 2); };
-  const cuuint64_t strides[3] = {bytes(tensor.token_stride, tokens), bytes(tensor.head_stride, heads), bytes(tensor.batch_stride, batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+struct TensorMapDimension {
+  int size;        // elements
+  int64_t stride;  // in elements
+  int box;         // of these, in one copy
+};
+
+// Map over head_dim and three more dimensions, the innermost first, whose box is 64 columns of the rows that the others make, with the
+// 128-byte swizzle of panel_descriptor().
+inline CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const TensorMapDimension (&dimensions)[3]) {
+  cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_dim)}, strides[3];
+  cuuint32_t box[4] = {64}, steps[4] = {1, 1, 1, 1};
+  for (int i = 0; i < 3; ++i) {
+    const TensorMapDimension& dimension = dimensions[i];
+    sizes[i + 1] = dimension.size;
+    // A dimension of one element is never stepped along; TMA still wants a stride that is a positive multiple of 16 bytes.
+    strides[i] = dimension.size == 1 || dimension.stride == 0 ? 16 : dimension.stride * 2;
+    box[i + 1] = dimension.box;
+  }
   CUtensorMap map;
-  const CUresult result =
-      tensor_map_encoder()(&map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, tensor.data,
-                           sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(
+      &map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data, sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw LaunchError(kErrorCuda, "making a tensor map: driver error " + std::to_string(result));
   return map;
+}
+
+// Tiles of `rows` tokens of one head; coordinates (column, token, head, batch).
+inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch, int rows) {
+  return encode_tensor_map(tensor.data, dtype, head_dim,
+                           {{tokens, tensor.token_stride, rows}, {heads, tensor.head_stride, 1}, {batch, tensor.batch_stride, 1}});
+}
+
+// Tiles of `rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).
+inline CUtensorMap make_tensor_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch,
+                                               int rows, int tile_heads) {
+  return encode_tensor_map(
+      tensor.data, dtype, head_dim,
+      {{heads, tensor.head_stride, tile_heads}, {tokens, tensor.token_stride, rows / tile_heads}, {batch, tensor.batch_stride, 1}});
 }
 
 }  // namespace hf_flash2::sm90

@@ -105,6 +105,9 @@ void proxy_fence();  // of the running thread
 // Pairs of rows of 16 bytes that one ldmatrix or stmatrix found in the same banks, since the library was loaded. Costs time, not results.
 extern uint64_t bank_conflicts;
 
+// Bytes that tensor copies brought into shared memory, since the library was loaded.
+extern uint64_t tensor_bytes;
+
 // ---- Copies ----
 void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t source_bytes);
 void cp_async_commit();

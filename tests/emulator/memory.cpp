@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-uint64_t bank_conflicts;
+uint64_t bank_conflicts, tensor_bytes;
 
 namespace {
 
@@ -252,6 +252,7 @@ void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const
   Block& block = *self().block;
   const Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
   start_filling(block, destination, copy.bytes, 128);
+  tensor_bytes += copy.bytes;
   block.loads.push_back(copy);
 }
 

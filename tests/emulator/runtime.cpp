@@ -123,11 +123,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
-// For the tests: the order of threads (emulator::Schedule), and emulator::bank_conflicts.
+// For the tests: the order of threads (emulator::Schedule), and what the emulator counts.
 extern "C" __attribute__((visibility("default"))) void emulator_schedule(uint32_t seed, int resident) {
   emulator::schedule = {seed, resident};
 }
 extern "C" __attribute__((visibility("default"))) uint64_t emulator_bank_conflicts() { return emulator::bank_conflicts; }
+extern "C" __attribute__((visibility("default"))) uint64_t emulator_tensor_bytes() { return emulator::tensor_bytes; }
 
 namespace emulator::ptx {
 
