@@ -1,13 +1,16 @@
 """The loss of a causal language model from its last hidden states, a chunk of tokens at a time: all logits never exist at once.
 
 The logits are the largest tensor of a training step: [B, S, vocabulary], in the model's dtype, once more in float32, and their gradients.
-Here the head runs on the rows that have a label only, chunk by chunk, and again in the backward: one more product with the head's weights
-for a peak of one chunk.
+Here the head runs on the rows that have a label only, chunk by chunk. For a plain linear head the gradients of a chunk are computed with
+its loss, while its logits exist; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -16,7 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mod
 from .binding import by_name, upstream
 from .packed import token_shape
 
-CHUNK_BYTES = 256 * 2**20  # of float32 logits that exist at a time; a chunk has at least one row
+# Of float32 logits that exist at a time; a chunk has at least one row. Half as much would add each chunk's gradient of the head's weights
+# to memory twice as often, for 128k classes and 2048 columns 1 GB of traffic a time.
+CHUNK_BYTES = 512 * 2**20
 
 
 def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
@@ -78,13 +83,17 @@ def chunked_cross_entropy(
 
     Args:
         hidden_states: [B, S, hidden]; rows: int64 [N] into its B * S; labels: int64 [N], every one a class.
-        head: from hidden states to logits [..., vocabulary]; called as a module, so that LoRA, quantised and hooked heads work.
+        head: from hidden states to logits [..., vocabulary].
         num_items_in_batch: what the sum is divided by, as Transformers' losses take it; None = N.
     Returns:
         a float32 scalar; NaN when N is 0 and nothing else is given to divide by, as the mean of no rows is.
     """
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
     chunk_rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    if is_plain_linear(head, hidden_states):
+        items = float(labels.shape[0] if num_items_in_batch is None else num_items_in_batch)
+        scale = 1.0 / items if items else math.nan
+        return _LinearCrossEntropy.apply(hidden_states, head.weight, labels.to(hidden_states.device), scale, chunk_rows)
     sums = [
         checkpoint(_cross_entropy_sum, chunk, chunk_labels.to(chunk.device), head, use_reentrant=False)
         for chunk, chunk_labels in zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
@@ -94,6 +103,77 @@ def chunked_cross_entropy(
     elif isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(sums[0].device)
     return torch.stack(sums).sum() / num_items_in_batch
+
+
+def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether head(x) is a product with head.weight and nothing else, in training, and in a dtype whose gradients need no loss scaling."""
+    if type(head) is not nn.Linear:
+        return False
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return (
+        head.bias is None
+        and "forward" not in head.__dict__  # as accelerate's hooks put it
+        and not any(hooks)
+        and type(head.weight) in (nn.Parameter, torch.Tensor)
+        and head.weight.device == hidden_states.device
+        and torch.is_grad_enabled()
+        and (head.weight.requires_grad or hidden_states.requires_grad)
+        and torch.float16 not in (head.weight.dtype, _product_dtype(hidden_states))
+        and (torch.is_autocast_enabled(hidden_states.device.type) or head.weight.dtype == hidden_states.dtype)
+    )
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """In which a linear layer computes on x."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """scale * sum of the cross-entropy of hidden_states weight^T, with its gradients computed along with it.
+
+    d loss / d logits = scale (softmax(logits) - one_hot(labels)). Scale is applied behind the products, in their float32 accumulators.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, weight, labels, scale, chunk_rows):
+        dtype, grad_hidden, grad_weight = _product_dtype(hidden_states), None, None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.zeros_like(hidden_states)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            columns = weight.to(dtype)
+            for begin in range(0, labels.shape[0], chunk_rows):
+                rows = slice(begin, begin + chunk_rows)
+                x, targets = hidden_states[rows].to(dtype), labels[rows, None]
+                logits = x @ columns.t()
+                log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(dtype, torch.float32))
+                log_p_target = log_p.gather(1, targets)
+                loss -= log_p_target.sum()
+                # PERF: exp rounds as it stores, over the logits; the target's value is formed before rounding, as p - 1 cancels.
+                grad = torch.exp(log_p, out=logits).scatter_(1, targets, torch.expm1(log_p_target).to(dtype))
+                if grad_hidden is not None:
+                    _add_product(grad_hidden[rows], grad, columns, scale)
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad.t(), x, scale)
+        ctx.gradients = (grad_hidden, grad_weight)
+        return loss * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        # PERF: one pass in float32 arithmetic; a scalar tensor would be rounded to the gradients' dtype first.
+        factor = grad_loss.reshape(1, 1)
+        return *(None if x is None else torch.mul(x, factor, out=torch.empty_like(x)) for x in ctx.gradients), None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """total += scale * a b, scaled and, where the dtypes agree, added before rounding."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, alpha=scale)
+    else:
+        total.add_(a @ b, alpha=scale)
 
 
 def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -199,6 +199,66 @@ def test_the_head_runs_on_labelled_rows_only_a_chunk_at_a_time(padding, monkeypa
     assert_close(ours, loss_and_gradients(eager, **inputs, labels=labels))
 
 
+def chunked_loss_and_gradients(head, hidden_states, rows, labels, factor=1.0, plain=True, **options):
+    """Of factor * loss, twice over one graph, in one process with either way to run the head."""
+    hidden_states = hidden_states.detach().requires_grad_()
+    leaves = [hidden_states, *(p for p in head.parameters() if p.requires_grad)]
+    assert packed_loss.is_plain_linear(head, hidden_states) is plain
+    loss = factor * packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, head.out_features, **options)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) and a.dtype == leaf.dtype for a, b, leaf in zip(first, again, leaves, strict=True))
+    return loss.detach(), *first
+
+
+@pytest.mark.parametrize("case", ["plain", "frozen head", "autocast", "bf16", "factor", "items", "one chunk"])
+def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, monkeypatch):
+    """As exact as a head with a hook, which runs again in the backward: float32 to rounding, bf16 and autocast against float32's result."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    head = torch.nn.Linear(16, 40, bias=False, dtype=dtype)
+    head.weight.data *= 8  # probabilities near 0 and 1
+    head.requires_grad_(case != "frozen head")
+    hidden_states, rows = torch.randn(2, 15, 16, dtype=dtype), torch.tensor([0, 2, 3, 7, 8, 9, 13, 20, 21, 22, 29])
+    labels = torch.randint(0, 40, rows.shape)
+    options = {"factor": 1 / 3 if case == "factor" else 1.0} | ({"num_items_in_batch": torch.tensor(7)} if case == "items" else {})
+    chunk = 40 if case == "one chunk" else 4
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 40 * chunk)
+    sizes, log_softmax = [], torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, *args, **kwargs: sizes.append(x.shape[0]) or log_softmax(x, *args, **kwargs))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
+        found = chunked_loss_and_gradients(head, hidden_states, rows, labels, **options)
+    assert sizes == ([11] if case == "one chunk" else [4, 4, 3])
+    exact = copy.deepcopy(head).float()
+    handle = exact.register_forward_hook(lambda *_: None)
+    expected = chunked_loss_and_gradients(exact, hidden_states.float(), rows, labels, plain=False, **options)
+    assert len(found) == len(expected) == (2 if case == "frozen head" else 3)
+    handle.remove()
+    for ours, truth in zip(found, expected, strict=True):
+        scale = truth.abs().max()
+        assert (ours.float() - truth).abs().max() <= scale * (2e-2 if case in ("autocast", "bf16") else 1e-6)
+
+
+def test_which_heads_are_plain(monkeypatch):
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    linear = torch.nn.Linear(8, 5, bias=False)
+    assert packed_loss.is_plain_linear(linear, x)
+    with torch.no_grad():
+        assert not packed_loss.is_plain_linear(linear, x)
+    hooked, replaced, normed = (copy.deepcopy(linear) for _ in range(3))
+    hooked.register_full_backward_hook(lambda *_: None)
+    replaced.forward = lambda x: x
+    torch.nn.utils.parametrizations.weight_norm(normed)
+    others = {
+        "hooked": hooked, "replaced forward": replaced, "parametrised": normed,
+        "biased": torch.nn.Linear(8, 5), "wrapped": torch.nn.Sequential(linear), "half": copy.deepcopy(linear).half(),
+        "of another dtype": copy.deepcopy(linear).bfloat16(),
+    }  # fmt: skip
+    assert [name for name, head in others.items() if hasattr(head, "weight") and packed_loss.is_plain_linear(head, x)] == []
+    assert not packed_loss.is_plain_linear(others["wrapped"], x)
+    assert not packed_loss.is_plain_linear(copy.deepcopy(linear).requires_grad_(False), x.detach())
+
+
 @pytest.mark.parametrize("items", [40, torch.tensor(40)])
 def test_num_items_in_batch_divides_the_sum(items):
     eager, model, _ = twins("llama")
