@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "launch.h"
@@ -43,9 +44,10 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
   }
 }
 
+// By the greater of the two head dims of a call. What a family does with a smaller one of v is its own choice (launch).
 template <typename Result, typename F>
-Result dispatch_head_dim(int head_dim, const F& f) {
-  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(head_dim, f);
+Result dispatch_head_dim(const HfFlash2ForwardParams& params, const F& f) {
+  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(std::max(params.head_dim, params.head_dim_v), f);
 }
 
 template <typename F>
