@@ -44,7 +44,8 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
   }
 }
 
-// By the greater of the two head dims of a call. What a family does with a smaller one of v is its own choice (launch).
+// By the greater of the two head dims of a call: what the other tensors lack is filled with zeros. A family may have instances of its own for
+// a smaller head dim of v (sm90/*_launch.cuh).
 template <typename Result, typename F>
 Result dispatch_head_dim(const HfFlash2ForwardParams& params, const F& f) {
   return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(std::max(params.head_dim, params.head_dim_v), f);

@@ -303,13 +303,13 @@ class Sample:
     def actual(self, with_dlse: bool = False, **overrides) -> dict[str, torch.Tensor]:
         """out, lse, dq, dk, dv of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
         q, k, v, dout = self.inputs()
-        poison(q, k, v)
+        poison(q, k, v, dout)
         out, lse = self.call(q, k, v, **overrides)
         outputs, grads = [out], [dout]
         if with_dlse:
             outputs.append(lse)
             grads.append(self.dlse if lse.dim() == 3 else self.dlse.transpose(1, 2)[self.valid_q].T)
-        poison(q, k, v)
+        poison(q, k, v, dout)
         dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
         return {
             "out": self._from_form(out.detach(), self.valid_q),
