@@ -65,6 +65,10 @@ void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
   if (packed && tensor.batch_stride != 0) reject(std::string("batch stride of packed ") + name, "0", std::to_string(tensor.batch_stride));
 }
 
+void check_head_dim(const char* name, int head_dim) {
+  if (head_dim <= 0 || head_dim > 256 || head_dim % 8 != 0) reject(name, "a multiple of 8, at most 256", std::to_string(head_dim));
+}
+
 // Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
 void check_forward(const HfFlash2ForwardParams& p) {
   if (p.struct_size != sizeof p)
@@ -76,9 +80,8 @@ void check_forward(const HfFlash2ForwardParams& p) {
     reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.heads_q, p.max_seqlen_q, p.max_seqlen_k})));
   if (p.heads_k <= 0 || p.heads_q % p.heads_k != 0)
     reject("heads_q", "a multiple of heads_k", std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
-  if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0)
-    reject("head_dim", "a multiple of 8, at most 256", std::to_string(p.head_dim));
-  if (p.head_dim_v != p.head_dim) reject("head_dim_v", "equal to head_dim (pad v)", std::to_string(p.head_dim_v));
+  check_head_dim("head_dim", p.head_dim);
+  check_head_dim("head_dim_v", p.head_dim_v);
   if (!(p.softmax_scale > 0.f) || p.softmax_scale > 3e38f)
     reject("softmax_scale", "finite and positive (negate q instead)", std::to_string(p.softmax_scale));
   if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
@@ -176,7 +179,7 @@ struct BackwardKernels {
 
 // Unlike in the forward, a forced Hopper family gives way to sm80 where it has no backward.
 BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
-  return dispatch_head_dim<BackwardKernels>(params.forward.head_dim, [&](auto head_dim) {
+  return dispatch_head_dim<BackwardKernels>(params.forward, [&](auto head_dim) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
@@ -241,7 +244,7 @@ int hf_flash2_forward(const HfFlash2ForwardParams* params) {
     check_forward(*params);
     const DeviceGuard guard(params->device);
     const HfFlash2Family family = choose_family(params->family, reason_not_sm90(*params));
-    dispatch_head_dim<void>(params->head_dim, [&](auto head_dim) {
+    dispatch_head_dim<void>(*params, [&](auto head_dim) {
       dispatch_dtype(params->dtype, [&](auto dtype) {
         constexpr int kHeadDim = decltype(head_dim)::value;
         if constexpr (kHasSm90) {

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "launch.h"
@@ -43,9 +44,11 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
   }
 }
 
+// By the greater of the two head dims of a call: what the other tensors lack is filled with zeros. A family may have instances of its own for
+// a smaller head dim of v (sm90/*_launch.cuh).
 template <typename Result, typename F>
-Result dispatch_head_dim(int head_dim, const F& f) {
-  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(head_dim, f);
+Result dispatch_head_dim(const HfFlash2ForwardParams& params, const F& f) {
+  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(std::max(params.head_dim, params.head_dim_v), f);
 }
 
 template <typename F>

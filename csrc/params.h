@@ -27,8 +27,8 @@ typedef struct HfFlash2ForwardParams {
 
   HfFlash2Tensor q;    // [B, Sq, H, D] or [Tq, H, D]
   HfFlash2Tensor k;    // [B, Sk, Hk, D] or [Tk, Hk, D]
-  HfFlash2Tensor v;    // as k
-  HfFlash2Tensor out;  // as q
+  HfFlash2Tensor v;    // [B, Sk, Hk, Dv] or [Tk, Hk, Dv]
+  HfFlash2Tensor out;  // [B, Sq, H, Dv] or [Tq, H, Dv]
 
   float* softmax_lse;  // natural log; [B, H, Sq] or [H, Tq]; +inf for a row that sees no key
   int64_t lse_batch_stride;
@@ -50,7 +50,7 @@ typedef struct HfFlash2ForwardParams {
   int32_t heads_q;
   int32_t heads_k;       // divides heads_q
   int32_t head_dim;      // of q and k: a multiple of 8, at most 256
-  int32_t head_dim_v;    // of v and out; equal to head_dim in this version
+  int32_t head_dim_v;    // of v and out: likewise, smaller or greater than head_dim
   int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
   int32_t max_seqlen_k;
   int32_t total_q;       // Tq when packed, else 0

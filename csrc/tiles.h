@@ -99,15 +99,15 @@ struct BackwardTile<256, TileVariant::kSmall> {
 
 namespace hf_flash2::sm90 {
 
-// Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers + 2 kStages N) * D' * 2
-// bytes of 227 KB, D' = D rounded up to 64. Accumulator registers of a consumer thread: S = N / 2, P = N / 4, O = D / 2, of 240 with two
-// consumers, of 160 with three.
+// Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers D' + kStages N (D' + Dv'))
+// * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64. Accumulator registers of a consumer thread: S = N / 2,
+// P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as in multi-head latent attention.
 // kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
 // TileLength::kShort exists for d 64: 128 rows a block in place of 192 fit short triangles better. PERF: one H200, d 64 causal at 512 / 1k /
 // 2k, TFLOP/s: 148 261 347 with 192 rows, 215 296 367 with 128; at 4k 452 against 406, full at 512 359 against 342.
 enum class TileLength { kShort, kLong };
 
-template <int kHeadDim, TileLength kLength = TileLength::kLong>
+template <int kHeadDim, TileLength kLength = TileLength::kLong, int kHeadDimV = kHeadDim>
 struct ForwardTile;
 template <>
 struct ForwardTile<64, TileLength::kShort> {
@@ -135,6 +135,11 @@ struct ForwardTile<192> {
   static constexpr bool kLazyRescale = true;
 };
 template <>
+struct ForwardTile<192, TileLength::kLong, 128> {
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+  static constexpr bool kLazyRescale = true;
+};
+template <>
 struct ForwardTile<256> {
   static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2;
   static constexpr bool kLazyRescale = true;
@@ -142,7 +147,7 @@ struct ForwardTile<256> {
 
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:
 // (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and in fp32 4 M D' for dQ on its way out (to d 128) or 4 M N for P
-// (above): 194, 193, 193, 177 and 225 KB.
+// (above): 194, 193, 193, 177 and 225 KB; 153 KB at d 192 with 128 of V.
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
 // d 64 and 128; dQ takes the place of S. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 64 of dQ: 224 at d 256.

@@ -6,6 +6,7 @@
     window   sliding windows over a long sequence, beside full causal attention
     small    grids too small to give every multiprocessor of a large GPU a block
     decode   one query, or a few, after many cached keys: a step of generation
+    mla      multi-head latent attention: 16 heads with 192 for q and k, 128 for v
 
 All implementations read the same tensors in the same process and take turns call by call, so that clocks and temperature are shared. SDPA
 is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of real tokens only, even of
@@ -33,7 +34,8 @@ from . import kernels, native, packing
 from .bench_shared import describe_environment, figure, legend_below, middle, ragged_lengths, release_memory, write_csv
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 
-FLOPS_OF_MODE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # in units of the forward's
+# Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
+PRODUCTS_OF_MODE = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OURS, SDPA, VARLEN, EAGER = "hf_flash2", "sdpa", "torch varlen_attn", "eager"
 WARM_UP_CALLS = 5
@@ -64,12 +66,18 @@ class Point:
     heads_k: int
     window: int | None = None  # how many tokens a token sees to its left, itself aside; None = all
     queries: int | None = None  # None = every token
+    head_dim_v: int | None = None  # of v and out; None = head_dim
     baseline: "Point | None" = None  # another point that ours is compared with
     only_ours: bool = False  # there to be compared with: no rival is timed
 
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def fill(self) -> float:
@@ -87,14 +95,15 @@ class Point:
 
     @property
     def tflop(self) -> float:
-        """As the papers count: two matrix products over the visible scores, half of them when causal."""
+        """As the papers count: two matrix products over the visible scores, half of them when causal, five in the backward."""
         scores = sum(map(self._visible_scores, self.lengths))
-        return FLOPS_OF_MODE[self.mode] * 4 * self.heads * self.head_dim * scores / 1e12
+        columns = sum(products * head_dim for products, head_dim in zip(PRODUCTS_OF_MODE[self.mode], self.head_dims, strict=True))
+        return 2 * self.heads * columns * scores / 1e12
 
     @property
     def gigabytes(self) -> float:
         """K and V, once."""
-        return 2 * sum(self.lengths) * self.heads_k * self.head_dim * DTYPES[self.dtype].itemsize / 1e9
+        return sum(self.lengths) * self.heads_k * sum(self.head_dims) * DTYPES[self.dtype].itemsize / 1e9
 
     def _visible_scores(self, length: int) -> float:
         if self.queries is not None:
@@ -103,6 +112,10 @@ class Point:
             return length**2 * (0.5 if self.causal else 1.0)
         left = min(self.window, length - 1)
         return length * (left + 1) - left * (left + 1) / 2
+
+    @property
+    def dims(self) -> str:
+        return f"{self.head_dim}" if self.head_dim_v is None else f"{self.head_dim}/{self.head_dim_v}"
 
     @property
     def mask(self) -> str:
@@ -115,7 +128,7 @@ class Point:
 
     def __str__(self) -> str:
         fill = f" fill {self.fill:.2f}" if self.fill < 1 else ""
-        return f"{self.mode} d {self.head_dim} heads {self.heads}/{self.heads_k} {self.mask} {self.rows}{fill}"
+        return f"{self.mode} d {self.dims} heads {self.heads}/{self.heads_k} {self.mask} {self.rows}{fill}"
 
 
 def papers(args: argparse.Namespace) -> Iterator[Point]:
@@ -170,6 +183,12 @@ def decode(args: argparse.Namespace) -> Iterator[Point]:
         yield Point("decode", "fwd", args.dtype, head_dim, True, seqlen, (seqlen,) * batch, 32, 8, queries=queries)
 
 
+def mla(args: argparse.Namespace) -> Iterator[Point]:
+    for mode, causal, seqlen in itertools.product(args.mode, masks(args, (False, True)), args.seqlen or (4096, 16384)):
+        batch = max(1, (args.tokens or 16384) // seqlen)
+        yield Point("mla", mode, args.dtype, 192, causal, seqlen, (seqlen,) * batch, 16, 16, head_dim_v=128)
+
+
 def masks(args: argparse.Namespace, default: tuple[bool, ...]) -> tuple[bool, ...]:
     return {None: default, "yes": (True,), "no": (False,), "both": (False, True)}[args.causal]
 
@@ -214,6 +233,9 @@ SHAPES = {
         decode, lambda row: f"{row.queries} of {row.heads} / {row.heads_k} heads of {row.head_dim}",
         lambda row: f"{row.batch} x {short(row.seqlen)}", "batch x keys", rate="GB/s",
     ),
+    "mla": Shapes(
+        mla, lambda row: f"{row.heads} heads of {row.head_dim}, v {row.head_dim_v}", lambda row: short(row.seqlen), "sequence length"
+    ),
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------------------------ command
@@ -228,6 +250,7 @@ class Row:
     mode: str
     dtype: str
     head_dim: int
+    head_dim_v: int
     causal: bool
     window: int | None
     queries: int | None
@@ -254,16 +277,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-flash2 bench attention`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["papers"], help="default: papers")
-    parser.add_argument("--mode", nargs="+", choices=list(FLOPS_OF_MODE), default=["fwd", "bwd"], help="decode: always fwd")
-    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="default: those of the shapes")
+    parser.add_argument("--mode", nargs="+", choices=list(PRODUCTS_OF_MODE), default=["fwd", "bwd"], help="decode: always fwd")
+    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="default: those of the shapes; mla has its own")
     parser.add_argument("--seqlen", nargs="+", type=int, metavar="S", help="default: those of the shapes")
     parser.add_argument(
-        "--causal", choices=["yes", "no", "both"], help="default: both for papers, else yes; window and decode are always causal"
+        "--causal", choices=["yes", "no", "both"], help="default: both for papers and mla, else yes; window and decode are always causal"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--tokens", type=int, help="papers, ragged: batch = tokens / seqlen (default 16384, 32768)")
+    parser.add_argument("--tokens", type=int, help="papers, mla, ragged: batch = tokens / seqlen (default 16384, ragged 32768)")
     parser.add_argument(
-        "--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa, small and decode apart (default 2048)"
+        "--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"
     )
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
     parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
@@ -321,10 +344,10 @@ class Problem:
 
     def __init__(self, point: Point, device: torch.device):
         self.point, self.device = point, device
-        q, dout = (self._random(point.batch, point.queries or point.seqlen, point.heads, point.head_dim) for _ in range(2))
-        k, v = (self._random(point.batch, point.seqlen, point.heads_k, point.head_dim) for _ in range(2))
-        self.qkv = self._leaves(q, k, v)  # [B, S or queries, H, D], [B, S, Hk, D]
-        self.dout = dout  # as q
+        q, dout = (self._random(point.batch, point.queries or point.seqlen, point.heads, columns) for columns in point.head_dims)
+        k, v = (self._random(point.batch, point.seqlen, point.heads_k, columns) for columns in point.head_dims)
+        self.qkv = self._leaves(q, k, v)  # [B, S or queries, H, D], [B, S, Hk, D], [B, S, Hk, Dv]
+        self.dout = dout  # [B, S or queries, H, Dv]
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=DTYPES[self.point.dtype])
@@ -594,10 +617,10 @@ def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row]
         same_family = next((row.tflops for row in baseline if row.provider == family_of(name)), None)
         rows.append(
             Row(
-                provider=name, shapes=point.shapes, mode=point.mode, dtype=point.dtype, head_dim=point.head_dim, causal=point.causal,
-                window=point.window, queries=point.queries, seqlen=point.seqlen, batch=point.batch, fill=point.fill, heads=point.heads,
-                heads_k=point.heads_k, only_ours=point.only_ours, ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops,
-                gb_per_s=point.gigabytes / median * 1e3,
+                provider=name, shapes=point.shapes, mode=point.mode, dtype=point.dtype, head_dim=point.head_dim,
+                head_dim_v=point.head_dims[1], causal=point.causal, window=point.window, queries=point.queries, seqlen=point.seqlen,
+                batch=point.batch, fill=point.fill, heads=point.heads, heads_k=point.heads_k, only_ours=point.only_ours,
+                ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops, gb_per_s=point.gigabytes / median * 1e3,
                 percent_of_best_rival=100 * best_rival / median if ours and best_rival is not None else None,
                 percent_of_baseline=100 * tflops / same_family if ours and same_family is not None else None,
             )
@@ -624,7 +647,7 @@ def digits(rate: float) -> str:
 def format_header(providers: Iterable[str], shapes: Shapes) -> str:
     names = "".join(f"{name:>24}" for name in providers)
     return (
-        f"{'mode':8}{'d':>4}{'heads':>7} {'mask':12}{'batch':>12}{'fill':>6}{names}{'ours, % of best rival':>24}{baseline_header(shapes)}"
+        f"{'mode':8}{'d':>8}{'heads':>7} {'mask':12}{'batch':>12}{'fill':>6}{names}{'ours, % of best rival':>24}{baseline_header(shapes)}"
     )
 
 
@@ -632,7 +655,7 @@ def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> 
     """One line of the table: the rate at the median, with the spread of the middle 60 % of the calls."""
     by_provider = {row.provider: row for row in rows}
     heads = f"{point.heads}/{point.heads_k}"
-    line = f"{point.mode:8}{point.head_dim:>4}{heads:>7} {point.mask:12}{point.rows:>12}{point.fill:>6.2f}"
+    line = f"{point.mode:8}{point.dims:>8}{heads:>7} {point.mask:12}{point.rows:>12}{point.fill:>6.2f}"
     for name in providers:
         cell = "-"
         if name in by_provider:
@@ -659,7 +682,7 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
     if len(xs) < 2:
         raise SystemExit(f"--plot needs at least two points on its x axis ({shapes.x_label}), got {xs}: one point is no curve")
     titles = list(dict.fromkeys(map(shapes.panel, rows)))
-    lines = sorted({(row.mode, row.causal) for row in rows}, key=lambda line: (list(FLOPS_OF_MODE).index(line[0]), line[1]))
+    lines = sorted({(row.mode, row.causal) for row in rows}, key=lambda line: (list(PRODUCTS_OF_MODE).index(line[0]), line[1]))
     providers = list(dict.fromkeys(row.provider for row in rows))
     size = (1.5 + 3.4 * max(len(titles), 2), 1.6 + 2.6 * len(lines))
     legend = {}

@@ -9,7 +9,8 @@ Shared by all functions below:
   stride not 1, or not multiples of 8 elements) are copied once.
 * heads: the number of query heads is a multiple of the number of key heads; query head h reads key head h // (H / Hk). k and v are never
   repeated.
-* head dim: up to 256. One that is no multiple of 8, or a v whose head dim differs, is zero-padded by one copy.
+* head dim: up to 256. That of v and out (Dv) may be another one than that of q and k (D). A multiple of 8 runs as it is, another one is
+  zero-padded by one copy.
 * causal and window: aligned to the bottom-right corner. Query i of a sequence sees key j if
   i + len_k - len_q - left <= j <= i + len_k - len_q + right, where window_size = (left, right), -1 is unlimited and causal means right = 0.
   A row that sees no key gives out 0 and lse +inf.
@@ -46,9 +47,9 @@ def flash_attn_func(
     """Attention over a dense batch.
 
     Args:
-        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D]. The others: see the module.
+        q: [B, Sq, H, D]; k: [B, Sk, Hk, D]; v: [B, Sk, Hk, Dv]. The others: see the module.
     Returns:
-        out [B, Sq, H, D], or (out, softmax_lse [B, H, Sq], None).
+        out [B, Sq, H, Dv], or (out, softmax_lse [B, H, Sq], None).
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
@@ -76,13 +77,13 @@ def flash_attn_ranges_func(
     """Attention over a padded batch, with no copy and no host synchronisation: padding is skipped, not masked.
 
     Args:
-        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D].
+        q: [B, Sq, H, D]; k: [B, Sk, Hk, D]; v: [B, Sk, Hk, Dv].
         ranges_q: int32 [2, B], (start, length) of each sequence among the Sq rows; None = all rows. Rows outside give out 0, lse +inf.
         ranges_k: int32 [2, B] likewise among the Sk keys; [3, B] with key_mask, the third row non-zero where the mask has to be read.
         key_mask: bool or uint8 [B, Sk], non-zero = visible, for padding inside a range ("holes"); needs ranges_k.
         The others: see the module. Causal and window count positions inside the ranges.
     Returns:
-        out [B, Sq, H, D], or (out, softmax_lse [B, H, Sq], None).
+        out [B, Sq, H, Dv], or (out, softmax_lse [B, H, Sq], None).
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
 
@@ -137,14 +138,14 @@ def flash_attn_varlen_func(
     """Attention over packed sequences of different lengths: no padding anywhere.
 
     Args:
-        q: [Tq, H, D]; k, v: [Tk, Hk, D]: the tokens of all sequences, one after another.
+        q: [Tq, H, D]; k: [Tk, Hk, D]; v: [Tk, Hk, Dv]: the tokens of all sequences, one after another.
         cu_seqlens_q: int32 [B + 1] on the device of q, cumulative lengths: sequence b is q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]].
         cu_seqlens_k: int32 [B + 1] likewise for k and v. A sequence may be empty on either side.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths (an int, or a tensor with one element, which costs a synchronisation).
             A bound that is too small leaves rows out: it is not checked on CUDA, where that would synchronise.
         The others: see the module.
     Returns:
-        out [Tq, H, D], or (out, softmax_lse [H, Tq], None). Rows behind the last sequence are undefined.
+        out [Tq, H, Dv], or (out, softmax_lse [H, Tq], None). Rows behind the last sequence are undefined.
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
@@ -185,9 +186,8 @@ def _attention(
         window_right = 0
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
-    if head_dim_v != head_dim or head_dim % HEAD_DIM_MULTIPLE:
-        padded = -(-max(head_dim, head_dim_v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-        q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim_v % HEAD_DIM_MULTIPLE:
+        q, k, v = map(_pad_head_dim, (q, k, v))
     if softmax_scale <= 0:  # the kernels take the row maximum before scaling
         q, softmax_scale = q * (-1.0 if softmax_scale < 0 else 0.0), -softmax_scale or 1.0
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
@@ -197,9 +197,14 @@ def _attention(
         q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
         max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
     )  # fmt: skip
-    if head_dim_v != head_dim or head_dim % HEAD_DIM_MULTIPLE:
+    if head_dim_v % HEAD_DIM_MULTIPLE:
         out = out[..., :head_dim_v]
     return (out, softmax_lse, None) if return_attn_probs else out
+
+
+def _pad_head_dim(x: torch.Tensor) -> torch.Tensor:
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:

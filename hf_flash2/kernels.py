@@ -71,7 +71,8 @@ def backward(
 ) -> int:
     """Run the backward kernels on the current stream of q's device, into dq, dk, dv. Returns the kernel family that ran.
 
-    Scratch, from torch's allocator and free again on return: head dim (rounded up to the kernel's) + 2 floats a query row and head.
+    Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query row
+    and head.
     """
     native.check_device(q.get_device())
     lib = native.library()

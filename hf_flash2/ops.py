@@ -3,6 +3,7 @@
 CUDA tensors run the kernels of libhf_flash2.so, CPU tensors the reference in plain PyTorch. functional.py checks arguments first; calling
 an op directly is for tests and for compilers.
 
+q: [B, Sq, H, D], k: [B, Sk, Hk, D], v: [B, Sk, Hk, Dv] -> out [B, Sq, H, Dv]; on CUDA D and Dv are multiples of 8.
 Sequences (`seqlens_q`, `seqlens_k`, int32): None = dense [B, S, H, D]; 1-D [B + 1] = cumulative lengths of packed [T, H, D];
 2-D [2, B] = (start, length) ranges into dense tensors. With `key_mask` (uint8 [B, Sk], 1 = visible) seqlens_k is [3, B] and its third row
 is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2]) keys the dropout mask.
@@ -54,6 +55,10 @@ def _record(backend: str) -> None:
     _last_backend = backend
 
 
+def _out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    return *q.shape[:-1], v.shape[-1]
+
+
 def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     *batch, tokens, heads, _ = q.shape
     return *batch, heads, tokens
@@ -71,10 +76,11 @@ def _forward_cuda(
     gaps = _has_gaps(seqlens_q)
     lse_shape = _lse_shape(q)
     if gaps:
-        out = q.new_zeros(q.shape)
+        out = q.new_zeros(_out_shape(q, v))
         softmax_lse = torch.full(lse_shape, float("inf"), dtype=torch.float32, device=q.device)
     else:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # PERF: 0.6 us less than new_empty
+        like_q = q.shape[-1] == v.shape[-1]  # PERF: empty_like takes 0.6 us less than new_empty
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if like_q else q.new_empty(_out_shape(q, v))
         softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     family = kernels.forward(
         q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
@@ -127,7 +133,7 @@ _library.impl("backward", _backward_cpu, "CPU")
 
 @torch.library.register_fake("hf_flash2::forward", lib=_library)
 def _forward_fake(q, k, v, *_):
-    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    return q.new_empty(_out_shape(q, v)), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.register_fake("hf_flash2::backward", lib=_library)

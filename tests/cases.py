@@ -29,19 +29,23 @@ class Case:
     padding: str = "right"  # where a "ranges" case has its padding: right | left | mixed | holes | keys (the queries have none)
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
-    layout: str = "plain"  # plain | qkv_split | kv_packed | cache | misaligned | expanded_dout | tail
+    layout: str = "plain"  # plain | qkv_split | kv_packed | wide | cache | misaligned | expanded_dout | tail
     magnitude: float = 1.0  # standard deviation of q, k, v
     dropout_p: float = 0.0
+    head_dim_v: int | None = None  # default: head_dim
 
     def __post_init__(self):
         if self.lengths_k is None:
             object.__setattr__(self, "lengths_k", self.lengths_q)
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
         assert len(self.lengths_q) == len(self.lengths_k)
         assert self.form != "dense" or (len(set(self.lengths_q)) == 1 and len(set(self.lengths_k)) == 1)
 
     @property
     def id(self) -> str:
         parts = [self.group, f"d{self.head_dim}", "h{}_{}".format(*self.heads), self.form]
+        parts += [f"v{self.head_dim_v}"] if self.head_dim_v != self.head_dim else []
         parts.append("x".join(_lengths_name(lengths) for lengths in (self.lengths_q, self.lengths_k)))
         parts += [self.padding] if self.form == "ranges" else []
         parts += ["causal"] if self.causal else []
@@ -69,12 +73,14 @@ def _lengths_name(lengths: tuple[int, ...]) -> str:
 
 
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+VALUE_HEAD_DIMS = ((192, 128), (128, 64), (64, 128), (256, 128), (72, 24), (176, 120), (136, 200))  # (of q and k, of v)
 PADDED_HEAD_DIMS = (1, 5, 33, 63, 100, 129, 255)  # zero-padded to a multiple of 8 by functional.py
 KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256)
 LENGTHS = [(s, s) for s in (1, 3, 63, 64, 65, 127, 128, 129, 300, 1023)]
 LENGTHS += [(1, 300), (300, 1), (3, 129), (64, 128), (113, 203), (203, 113), (128, 64), (1, 1023), (1023, 64)]
 WINDOWS = [(0, 0), (5, 0), (63, 1), (64, 0), (128, 128), (0, 17), (-1, 5), (5, -1), (300, 2), (1000, 1000)]
 RAGGED = (1, 3, 63, 64, 65, 127, 129, 300)
+SHORT_Q, SHORT_K = (1, 70, 0, 63), (129, 150, 3, 65)
 EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
@@ -92,6 +98,24 @@ def _table() -> list[Case]:
             Case("heads", head_dim=d, heads=heads, lengths_q=(66,) * 2, lengths_k=(130,) * 2, causal=causal)
             for d in (64, 128)
             for heads in ((14, 2), (32, 8), (8, 1), (5, 5), (1, 1))
+        ]
+        for d, d_v in VALUE_HEAD_DIMS:
+            value = {"head_dim": d, "head_dim_v": d_v, "causal": causal}
+            cases += [
+                Case("value", **value, heads=(4, 4), lengths_k=(200, 200)),
+                Case("value", **value, lengths_q=SHORT_Q, lengths_k=SHORT_K, form="packed", layout="wide"),
+                Case("value", **value, lengths_q=SHORT_Q, lengths_k=SHORT_K, form="ranges", padding="mixed"),
+            ]
+        latent = {"head_dim": 192, "head_dim_v": 128, "causal": causal}
+        cases += [
+            Case("value", **latent, heads=(6, 2), lengths_q=RAGGED, form="packed"),
+            Case("value", **latent, heads=(8, 1), lengths_q=(130,), layout="wide"),
+            Case("value", **latent, lengths_q=SHORT_Q, lengths_k=SHORT_K, form="ranges", padding="holes"),
+            Case("value", **latent, lengths_q=(150,), layout="qkv_split"),
+            Case("value", **latent, lengths_q=(260,), heads=(2, 1), window=(64, 0)),
+            Case("value", **latent, lengths_q=(150,), magnitude=20.0),
+            Case("value", **latent, dropout_p=0.1),
+            Case("value", head_dim=100, head_dim_v=33, causal=causal),
         ]
         for d in KERNEL_HEAD_DIMS:
             cases.append(Case("packed", head_dim=d, lengths_q=RAGGED, form="packed", causal=causal))
@@ -176,10 +200,10 @@ class Sample:
             self.seqlen_q, self.seqlen_k, self.ranges_q, self.ranges_k, case.causal, case.window, self.key_mask, self.device
         )
         heads_q, heads_k = case.heads
-        self.q = self._random(self.valid_q, heads_q) * case.magnitude
-        self.k = self._random(self.valid_k, heads_k) * case.magnitude
-        self.v = self._random(self.valid_k, heads_k) * case.magnitude
-        self.dout = self._random(self.valid_q, heads_q)
+        self.q = self._random(self.valid_q, heads_q, case.head_dim) * case.magnitude
+        self.k = self._random(self.valid_k, heads_k, case.head_dim) * case.magnitude
+        self.v = self._random(self.valid_k, heads_k, case.head_dim_v) * case.magnitude
+        self.dout = self._random(self.valid_q, heads_q, case.head_dim_v)
         if case.layout == "expanded_dout":
             self.dout = self._zero_outside(self.dout[:1, :1, :1].expand_as(self.dout), self.valid_q)
         self.dlse = torch.randn(self.batch, heads_q, self.seqlen_q, device=self.device, generator=self.generator)
@@ -203,8 +227,8 @@ class Sample:
             mask[b, [start, start + length - 1] if length else []] = True
         return mask
 
-    def _random(self, valid: torch.Tensor, heads: int) -> torch.Tensor:
-        x = torch.randn(*valid.shape, heads, self.case.head_dim, device=self.device, generator=self.generator)
+    def _random(self, valid: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+        x = torch.randn(*valid.shape, heads, head_dim, device=self.device, generator=self.generator)
         return self._zero_outside(x, valid).to(self.dtype)
 
     @staticmethod
@@ -279,13 +303,13 @@ class Sample:
     def actual(self, with_dlse: bool = False, **overrides) -> dict[str, torch.Tensor]:
         """out, lse, dq, dk, dv of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
         q, k, v, dout = self.inputs()
-        poison(q, k, v)
+        poison(q, k, v, dout)
         out, lse = self.call(q, k, v, **overrides)
         outputs, grads = [out], [dout]
         if with_dlse:
             outputs.append(lse)
             grads.append(self.dlse if lse.dim() == 3 else self.dlse.transpose(1, 2)[self.valid_q].T)
-        poison(q, k, v)
+        poison(q, k, v, dout)
         dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
         return {
             "out": self._from_form(out.detach(), self.valid_q),
@@ -345,6 +369,11 @@ def _kv_packed(q, k, v):
     return q, *torch.stack((k, v), dim=-3).unbind(-3)
 
 
+def _wide(q, k, v):
+    """The first columns of rows whose others are NaN, 16-byte aligned: read in place, and nothing behind the head dim."""
+    return tuple(torch.cat((x, torch.full_like(x[..., :1], math.nan).expand(*x.shape[:-1], 64)), -1)[..., : x.shape[-1]] for x in (q, k, v))
+
+
 def _cache(q, k, v):
     """[..., H, S, D] buffers seen as [..., S, H, D]; those of k and v have free slots behind the tokens, as a static cache has."""
 
@@ -368,4 +397,4 @@ def _misaligned(q, k, v):
     return shifted(q), shifted(k), shifted(v)
 
 
-_LAYOUTS = {"qkv_split": _qkv_split, "kv_packed": _kv_packed, "cache": _cache, "misaligned": _misaligned}
+_LAYOUTS = {"qkv_split": _qkv_split, "kv_packed": _kv_packed, "wide": _wide, "cache": _cache, "misaligned": _misaligned}

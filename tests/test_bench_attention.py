@@ -113,6 +113,17 @@ def test_flops_are_counted_as_in_the_papers(mode, factor, causal):
     assert point.tflop == pytest.approx(factor * (0.5 if causal else 1) * 4 * 4 * 16 * 4096**2 * 128 / 1e12)
 
 
+@pytest.mark.parametrize(("mode", "columns"), (("fwd", 192 + 128), ("bwd", 3 * 192 + 2 * 128), ("fwd+bwd", 4 * 192 + 3 * 128)))
+def test_latent_attention_has_fewer_columns_of_v(mode, columns):
+    points = points_of("mla", "--mode", mode)
+    assert {(p.causal, p.batch, p.seqlen) for p in points} == {
+        (causal, *size) for causal in (True, False) for size in ((4, 4096), (1, 16384))
+    }
+    for point in points:
+        assert point.heads == point.heads_k == 16 and point.kind == "dense" and "d 192/128 " in str(point)
+        assert point.tflop == pytest.approx((0.5 if point.causal else 1) * 2 * point.batch * 16 * point.seqlen**2 * columns / 1e12)
+
+
 @pytest.mark.parametrize(("left", "lengths"), ((3, (10,)), (20, (10,)), (3, (10, 2)), (0, (7,))))
 def test_flops_of_a_window_are_its_visible_area(left, lengths):
     point = bench.Point("window", "fwd", "bf16", 16, True, 10, lengths, 2, 2, window=left)
@@ -148,6 +159,7 @@ SMALL = {
     "decode": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=1),
     "decode, mask": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=5),
     "ragged": bench.Point("ragged", "bwd", "bf16", 32, True, 64, (64, 21, 1), 4, 4),
+    "mla": bench.Point("mla", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, head_dim_v=16),
     "ragged full": bench.Point("ragged", "bwd", "bf16", 32, False, 64, (64, 21, 1), 4, 4),
 }
 
@@ -201,7 +213,7 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
 def test_rivals_and_baselines_take_what_they_are_for():
     named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False)}
     taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
-    dense, ragged = {"dense", "full", "gqa"}, {"ragged", "ragged full"}
+    dense, ragged = {"dense", "full", "gqa", "mla"}, {"ragged", "ragged full"}
     assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "decode", "decode, mask"}
     assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
     assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}

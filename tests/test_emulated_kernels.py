@@ -16,7 +16,7 @@ from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import compare, peek_rng_state
 
-from hf_flash2 import flash_attn_func, last_backend, native
+from hf_flash2 import flash_attn_func, last_backend, native, ops
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -34,7 +34,9 @@ def problems() -> list[tuple[str, Case]]:
     for family, every in EVERY.items():
         cases = [case for case in CASES if case.scores * case.head_dim < LONGEST and not (family == "sm90" and case.beyond_hopper)]
         sample = [case for case in cases if case.group != "long"][::every]
-        sample += [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300) and case not in sample]
+        always = [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300)]
+        always += [case for case in cases if case.group == "value" and case.layout == "wide"]
+        sample += [case for case in always if case not in sample]
         chosen += [(family, case) for case in (cases if os.environ.get("HF_FLASH2_EMULATE") == "all" else sample)]
     return chosen
 
@@ -175,5 +177,7 @@ def test_refusals_reach_python(library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
     with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout"):
         flash_attn_func(q, q, q, dropout_p=0.1)
+    with emulated.running(monkeypatch, library), pytest.raises(ValueError, match="head_dim_v must be a multiple of 8.*got 12"):
+        ops.attention(q, q, q[..., :12], *[None] * 4, 20, 20, 0.1, -1, -1, 0.0, False)
     with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):
         flash_attn_func(q, q, q)

@@ -65,6 +65,20 @@ def test_default_scale_is_that_of_the_given_head_dim(head_dim, device):
     assert not torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v, softmax_scale=24**-0.5))
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), ((24, 8), (16, 40), (16, 12), (20, 16), (20, 20)))
+def test_only_a_head_dim_that_is_no_multiple_of_8_is_padded(head_dim, head_dim_v, device, monkeypatch):
+    """The ops get the caller's own tensors otherwise: no copy."""
+    seen = []
+    attention = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *args: seen.append(args) or attention(*args))
+    q, k, _ = qkv(device, (1, 9, 2, head_dim))
+    v = torch.randn(1, 9, 1, head_dim_v, device=device).to(DTYPE)
+    flash_attn_func(q, k, v)
+    for given, passed in zip((q, k, v), seen[0], strict=False):
+        assert (passed is given) == (given.shape[-1] % 8 == 0)
+        assert passed.shape[-1] == -(-given.shape[-1] // 8) * 8
+
+
 @pytest.mark.parametrize("head_dim_v", (8, 12, 40))
 def test_v_may_have_another_head_dim(head_dim_v, device):
     q, k, _ = qkv(device, (1, 9, 2, 16))

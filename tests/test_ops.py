@@ -22,6 +22,9 @@ FORMS = [
     Case("ops", head_dim=16, lengths_q=(3, 7), form="ranges", padding="left", causal=True),
     Case("ops", head_dim=16, lengths_q=(6, 7), form="ranges", padding="holes", causal=True),
     Case("ops", head_dim=16, lengths_q=(7, 7), dropout_p=0.2),
+    Case("ops", head_dim=24, head_dim_v=16, lengths_q=(7, 7), causal=True),
+    Case("ops", head_dim=16, head_dim_v=24, lengths_q=(3, 7), form="packed"),
+    Case("ops", head_dim=16, head_dim_v=8, lengths_q=(3, 7), form="ranges", padding="left"),
 ]
 forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
 
@@ -75,8 +78,8 @@ def dropped_attention(q, k, v, mask):
 
 
 def wide_attention(q, k, v, mask):
-    """A head dim that has to be zero-padded, and lse as a result."""
-    out, lse, _ = flash_attn_func(q[..., :13], k[..., :13], v[..., :13], return_attn_probs=True)
+    """Head dims that have to be zero-padded, another one for v, and lse as a result."""
+    out, lse, _ = flash_attn_func(q[..., :13], k[..., :13], v[..., :7], return_attn_probs=True)
     return out * lse.transpose(1, 2).unsqueeze(-1).to(out.dtype)
 
 

@@ -61,15 +61,15 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
 
 
 def dense(dtype=torch.bfloat16):
-    """q as a projection [B, S, H * D], k and v as a cache [B, H, S, D] hands them on, out and lse."""
+    """q as a projection [B, S, H * D], k and v as a cache [B, H, S, D] hands them on, out and lse. v has a head dim of its own."""
     q = torch.randn(2, 5, 4 * 64).to(dtype).view(2, 5, 4, 64)
-    k, v = (torch.randn(2, 2, 8, 64).to(dtype)[:, :, :6].transpose(1, 2) for _ in range(2))
-    return q, k, v, torch.empty(2, 5, 4, 64, dtype=dtype), torch.empty(2, 4, 5)
+    k, v = (torch.randn(2, 2, 8, head_dim).to(dtype)[:, :, :6].transpose(1, 2) for head_dim in (64, 40))
+    return q, k, v, torch.empty(2, 5, 4, 40, dtype=dtype), torch.empty(2, 4, 5)
 
 
 def packed():
-    q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((11, 4), (13, 2), (13, 2)))
-    return q, k, v, torch.empty_like(q), torch.empty(4, 11)
+    q, k, v = (torch.randn(n, heads, head_dim).half() for n, heads, head_dim in ((11, 4, 64), (13, 2, 64), (13, 2, 128)))
+    return q, k, v, torch.empty(11, 4, 128, dtype=q.dtype), torch.empty(4, 11)
 
 
 def int32(*shape: int) -> torch.Tensor:

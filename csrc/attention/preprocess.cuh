@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
     const int row = query_block * kBlockM + r;
     float sum = 0.f;
     if (row < seq.length) {
-      for (int column = threadIdx.x % 8 * 8; column < forward.head_dim; column += 64) {
+      for (int column = threadIdx.x % 8 * 8; column < forward.head_dim_v; column += 64) {
         const uint4 o = *reinterpret_cast<const uint4*>(out + row * forward.out.token_stride + column);
         const uint4 d = *reinterpret_cast<const uint4*>(dout + row * params.dout.token_stride + column);
         const uint32_t os[4] = {o.x, o.y, o.z, o.w}, ds[4] = {d.x, d.y, d.z, d.w};

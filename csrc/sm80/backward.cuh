@@ -96,13 +96,13 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
     load_tile_async<kBlockM, kHeadDim, kThreads>(sQ + stage, token_pointer<const T>(forward.q, batch, head, seq_q.start),
                                                  forward.q.token_stride, row_begin, seq_q.length, forward.head_dim);
     load_tile_async<kBlockM, kHeadDim, kThreads>(sdO + stage, token_pointer<const T>(params.dout, batch, head, seq_q.start),
-                                                 params.dout.token_stride, row_begin, seq_q.length, forward.head_dim);
+                                                 params.dout.token_stride, row_begin, seq_q.length, forward.head_dim_v);
   };
 
   load_tile_async<kBlockN, kHeadDim, kThreads>(sK, token_pointer<const T>(forward.k, batch, head_k, seq_k.start), forward.k.token_stride,
                                                key_begin, seq_k.length, forward.head_dim);
   load_tile_async<kBlockN, kHeadDim, kThreads>(sV, token_pointer<const T>(forward.v, batch, head_k, seq_k.start), forward.v.token_stride,
-                                               key_begin, seq_k.length, forward.head_dim);
+                                               key_begin, seq_k.length, forward.head_dim_v);
   if (steps > 0) load_queries(0);
   cp_async_commit();
 
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   store_tile<kBlockN, kHeadDim, kThreads>(sK, token_pointer<T>(params.dk, batch, head_k, seq_k.start), params.dk.token_stride, key_begin,
                                           seq_k.length, forward.head_dim, threadIdx.x);
   store_tile<kBlockN, kHeadDim, kThreads>(sV, token_pointer<T>(params.dv, batch, head_k, seq_k.start), params.dv.token_stride, key_begin,
-                                          seq_k.length, forward.head_dim, threadIdx.x);
+                                          seq_k.length, forward.head_dim_v, threadIdx.x);
 }
 
 // Last pass: dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows.

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 
   auto load_keys_and_values = [&](int block, uint32_t stage) {
     load_tile_async<kBlockN, kHeadDim, kThreads>(sK + stage, gK, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim_v);
     cp_async_commit();
   };
 
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   __syncwarp();
   T* gO = token_pointer<T>(params.out, batch, head, seq_q.start);
   store_tile<kRowsPerWarp, kHeadDim, 32>(sQ + warp_row * kHeadDim * 2, gO, params.out.token_stride, row_begin + warp_row, seq_q.length,
-                                         params.head_dim, lane);
+                                         params.head_dim_v, lane);
 }
 
 }  // namespace hf_flash2::sm80

@@ -20,10 +20,10 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, in
   const uint32_t destination = tile + Swizzle<kColumns>::offset(lane_row, lane_chunk);
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-    const bool row_valid = row_begin + pass * kRowsPerPass + lane_row < row_end;
+    const int row_columns = row_begin + pass * kRowsPerPass + lane_row < row_end ? columns : 0;
 #pragma unroll
     for (int group = 0; group < kColumns / 8 / kGroup; ++group) {
-      const bool valid = row_valid && (group * kGroup + lane_chunk) * 8 < columns;
+      const bool valid = group * kGroup * 8 < row_columns - lane_chunk * 8;
       cp_async_16(destination + pass * kRowsPerPass * Swizzle<kColumns>::kRowBytes + group * kGroup * 16,
                   valid ? source + group * kGroup * 8 : head, valid);
     }

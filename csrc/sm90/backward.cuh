@@ -157,7 +157,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   store_key_gradient<T>(params.dk, dk, task, lane.key, params.forward.head_dim);
-  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim);
+  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
 }
 
 template <typename Shape, typename T>

@@ -24,9 +24,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
 
   BackwardArguments arguments;
   arguments.q = make_tensor_map(forward.q, forward.dtype, forward.head_dim, tokens_q, forward.heads_q, batch, Shape::kBlockM);
-  arguments.dout = make_tensor_map(params.dout, forward.dtype, forward.head_dim, tokens_q, forward.heads_q, batch, Shape::kBlockM);
+  arguments.dout = make_tensor_map(params.dout, forward.dtype, forward.head_dim_v, tokens_q, forward.heads_q, batch, Shape::kBlockM);
   arguments.k = make_tensor_map(forward.k, forward.dtype, forward.head_dim, tokens_k, forward.heads_k, batch, Shape::kBlockN);
-  arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim, tokens_k, forward.heads_k, batch, Shape::kBlockN);
+  arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, tokens_k, forward.heads_k, batch, Shape::kBlockN);
   arguments.params = params;
 
   // A key block a thread block. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
@@ -47,12 +47,21 @@ void launch_backward(const HfFlash2BackwardParams& params) {
                                       "attention backward, sm90, dq");
 }
 
+template <typename Shape, typename T>
+void launch_backward_wide(const HfFlash2BackwardParams& params) {
+  launch_backward<Shape, T, backward_wide_kernel<Shape, T>>(params);
+}
+
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params) {
-  if constexpr (kHeadDim <= 128)
+  if constexpr (kHeadDim <= 128) {
     launch_backward<BackwardShape<kHeadDim>, T, backward_kernel<BackwardShape<kHeadDim>, T>>(params);
-  else
-    launch_backward<BackwardWideShape<kHeadDim>, T, backward_wide_kernel<BackwardWideShape<kHeadDim>, T>>(params);
+  } else {
+    if constexpr (kHeadDim == 192) {
+      if (params.forward.head_dim_v <= 128) return launch_backward_wide<BackwardWideShape<kHeadDim, 128>, T>(params);
+    }
+    launch_backward_wide<BackwardWideShape<kHeadDim>, T>(params);
+  }
 }
 
 }  // namespace hf_flash2::sm90

@@ -27,16 +27,17 @@ struct BackwardArguments {
 };
 
 // Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
-template <int kHeadDimension>
+template <int kHeadDimension, int kHeadDimensionV = kHeadDimension>
 struct BackwardSizes : BackwardTile<kHeadDimension> {
   using Tile = BackwardTile<kHeadDimension>;
-  static constexpr int kHeadDim = kHeadDimension, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
-  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
   static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;
-  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kQueryBytes = kQueryPanelBytes * kPanels;  // K or V, one stage of Q or dO
-  static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                 // dS, panels of 64 queries
-  static constexpr int kRowBytes = kBlockM * 4;                                                         // one stage of lse or delta
+  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;       // K, V
+  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kDoutBytes = kQueryPanelBytes * kValuePanels;  // one stage of Q, of dO
+  static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                         // dS, panels of 64 queries
+  static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
   // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows).
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
@@ -50,15 +51,16 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 template <typename Shape>
 struct BackwardShared {
   static constexpr int kStages = Shape::kStages, kBarriers = 1 + 3 * kStages;
-  static constexpr int kBytes =
-      2 * Shape::kKeyBytes + kStages * 2 * (Shape::kQueryBytes + Shape::kRowBytes) + Shape::kWorkBytes + kBarriers * 8;
+  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
+                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
+                                kBarriers * 8;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
   __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
-  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kKeyBytes + stage * Shape::kQueryBytes; }
-  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages + stage); }
-  __device__ __forceinline__ uint32_t work() const { return q(2 * kStages); }
+  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages) + stage * Shape::kDoutBytes; }
+  __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return lse_log2(2 * kStages) + i * 8; }
@@ -139,17 +141,17 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
   constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
   const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
   const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
-  const auto load_panels = [&](uint32_t tile, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token, int head) {
+  const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
+                               int head) {
 #pragma unroll
-    for (int panel = 0; panel < Shape::kPanels; ++panel)
-      tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
+    for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
   };
 
   if (task.query_block_begin < task.query_block_end) {
     const int token = task.k.start + task.key_block * Shape::kBlockN;
-    mbarrier_arrive_expect(shared.keys_full(), 2 * Shape::kKeyBytes);
-    load_panels(shared.k(), Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
-    load_panels(shared.v(), Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
+    mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
+    load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
+    load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
   }
   task.for_each_step([&](uint32_t step, int head, int query_block, int tile) {
     const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
@@ -157,10 +159,10 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
     const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
     mbarrier_wait(shared.empty(stage), released);
     mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
-    load_panels(shared.q(stage), Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
+    load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
     bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
-    mbarrier_arrive_expect(shared.dout_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
-    load_panels(shared.dout(stage), Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
+    mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
+    load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
     bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
   });
 }
@@ -178,7 +180,7 @@ __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& share
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
   if (rows >= Shape::kBlockN) return;
   clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
-  clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.v(), rows);
+  clear_rows<Shape::kBlockN, Shape::kValuePanels, Shape::kConsumerThreads>(shared.v(), rows);
   async_proxy_fence();
   consumers_meet<Shape>();
 }
@@ -193,31 +195,31 @@ __device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& share
   mbarrier_wait(shared.q_full(stage), parity);
   mbarrier_wait(shared.dout_full(stage), parity);
   clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.q(stage), rows);
-  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.dout(stage), rows);
+  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads>(shared.dout(stage), rows);
   async_proxy_fence();
   consumers_meet<Shape>();
 }
 
-// S^T or dP^T [64 keys, kBlockM queries] = keys queries^T.
-template <typename Shape, typename T>
+// S^T or dP^T [64 keys, kBlockM queries] = keys queries^T, over kColumns.
+template <typename Shape, typename T, int kColumns = Shape::kHeadDim>
 __device__ __forceinline__ void issue_scores(float* scores, uint32_t keys, uint32_t queries) {
   const uint64_t b = panel_descriptor(queries);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Shape::kHeadDim / 16; ++k)
+  for (int k = 0; k < kColumns / 16; ++k)
     WgmmaShared<T, Shape::kBlockM>::multiply(scores, panel_descriptor(keys + k / 4 * Shape::kKeyPanelBytes + k % 4 * 32),
                                              advance_descriptor(b, k / 4 * Shape::kQueryPanelBytes + k % 4 * 32), k > 0);
   wgmma_commit();
 }
 
-// dV or dK [64 keys, kHeadDim] += P^T or dS^T times kQueries rows of dO or Q.
-template <typename Shape, typename T, int kQueries = Shape::kBlockM>
+// dV or dK [64 keys, kColumns] += P^T or dS^T times kQueries rows of dO or Q.
+template <typename Shape, typename T, int kQueries = Shape::kBlockM, int kColumns = Shape::kHeadDim>
 __device__ __forceinline__ void issue_key_gradient(float* gradient, const uint32_t* scores, uint32_t queries) {
   const uint64_t b = panel_descriptor(queries, Shape::kQueryPanelBytes);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kQueries / 16; ++k)
-    WgmmaRegisters<T, Shape::kHeadDim>::multiply(gradient, scores + k * 4, advance_descriptor(b, k * 2048), 1);
+    WgmmaRegisters<T, kColumns>::multiply(gradient, scores + k * 4, advance_descriptor(b, k * 2048), 1);
   wgmma_commit();
 }
 

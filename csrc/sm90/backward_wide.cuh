@@ -11,9 +11,9 @@
 
 namespace hf_flash2::sm90 {
 
-template <int kHeadDim>
-struct BackwardWideShape : BackwardSizes<kHeadDim> {
-  using Sizes = BackwardSizes<kHeadDim>;
+template <int kHeadDim, int kHeadDimV = kHeadDim>
+struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
+  using Sizes = BackwardSizes<kHeadDim, kHeadDimV>;
   static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
   static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 4,
                        kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kPBytes;               // dS, then P
@@ -60,14 +60,14 @@ __device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams&
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                                const BackwardTask& task) {
-  constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
+  constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
   const HfFlash2BackwardParams& params = arguments.params;
   const bool elected = threadIdx.x % 128 == 0;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   const float scale_log2 = params.forward.softmax_scale * kLog2e;
-  float dv[kHeadDim / 8][4];
+  float dv[kHeadDimV / 8][4];
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) (&dv[0][0])[i] = 0.f;
+  for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
   task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
     round_tiles<T, kBlockM / 8>(p_rounded, p);
     mbarrier_wait(shared.dout_full(stage), parity);
-    issue_key_gradient<Shape, T>(&dv[0][0], p_rounded, shared.dout(stage));
+    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(stage));
 
     consumers_meet<Shape>();  // dS is complete
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
@@ -97,8 +97,8 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     wgmma_use<kColumns / 2>(&dq[0][0]);
     add_query_gradient<Shape, kColumns>(params, task, dq, 0, query_block, tile);
   });
-  wgmma_use<kHeadDim / 2>(&dv[0][0]);
-  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim);
+  wgmma_use<kHeadDimV / 2>(&dv[0][0]);
+  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
 }
 
 // The second consumer: dS and dK.
@@ -118,7 +118,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     uint32_t ds_rounded[kBlockM / 4];
     clear_queries(shared, task, step, query_block);
     mbarrier_wait(shared.dout_full(stage), parity);
-    issue_scores<Shape, T>(&ds[0][0], shared.v(), shared.dout(stage));
+    issue_scores<Shape, T, Shape::kHeadDimV>(&ds[0][0], shared.v(), shared.dout(stage));
     named_barrier_sync(kPFull, Shape::kConsumerThreads);
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&ds[0][0]);

@@ -29,17 +29,18 @@ struct ForwardArguments {
 
 enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
 
-template <int kHeadDimension, TileLength kLength>
-struct ForwardShape : ForwardTile<kHeadDimension, kLength> {
-  using Tile = ForwardTile<kHeadDimension, kLength>;
-  static constexpr int kHeadDim = kHeadDimension;
+template <int kHeadDimension, TileLength kLength, int kHeadDimensionV = kHeadDimension>
+struct ForwardShape : ForwardTile<kHeadDimension, kLength, kHeadDimensionV> {
+  using Tile = ForwardTile<kHeadDimension, kLength, kHeadDimensionV>;
+  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV;
   static constexpr int kBlockM = Tile::kConsumers * 64;
   static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
-  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
   static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
-  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kKeyBytes = kKeyPanelBytes * kPanels;  // one stage of K or V
+  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
+  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
   static constexpr int kBarriers = 2 + 4 * Tile::kStages;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * Tile::kStages * kKeyBytes + kBarriers * 8;
+  static constexpr int kSharedBytes = kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kBarriers * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 2 ? 24 : 32, kConsumerRegisters = Tile::kConsumers == 2 ? 240 : 160;
 };
 
@@ -50,8 +51,8 @@ struct ForwardShared {
 
   __device__ __forceinline__ uint32_t q() const { return base; }
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return k(2 * Shape::kStages) + i * 8; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return v(Shape::kStages) + i * 8; }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 + stage); }
@@ -127,8 +128,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         ++query_use;
       }
       mbarrier_wait(shared.v_empty(stage), released);
-      mbarrier_arrive_expect(shared.v_full(stage), Shape::kKeyBytes);
-      for (int panel = 0; panel < Shape::kPanels; ++panel)
+      mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
+      for (int panel = 0; panel < Shape::kValuePanels; ++panel)
         tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
     }
   });
@@ -136,7 +137,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
-  constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
+  constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
+  constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
@@ -144,7 +146,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
   const float scale_log2 = params.softmax_scale * kLog2e;
 
-  float scores[1][kBlockN / 8][4], out[1][kHeadDim / 8][4], rescale[1][2];
+  float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
 
   const auto issue_scores = [&](int stage) {
@@ -160,8 +162,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k)
-      WgmmaRegisters<T, kHeadDim>::multiply(&out[0][0][0], probabilities + k * 4,
-                                            panel_descriptor(shared.v(stage) + k * 2048, Shape::kKeyPanelBytes), 1);
+      WgmmaRegisters<T, kHeadDimV>::multiply(&out[0][0][0], probabilities + k * 4,
+                                             panel_descriptor(shared.v(stage) + k * 2048, Shape::kKeyPanelBytes), 1);
     wgmma_commit();
   };
   const auto round_probabilities = [&] {
@@ -180,13 +182,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     const int row = query_block * Shape::kBlockM + group_row;
     OnlineSoftmax<1> softmax;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) (&out[0][0][0])[i] = 0.f;
+    for (int i = 0; i < kHeadDimV / 2; ++i) (&out[0][0][0])[i] = 0.f;
 
     if (task.key_blocks() > 0) {
       int block = task.key_block_end - 1;
       if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_rows<kBlockN, Shape::kPanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
+        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
         async_proxy_fence();
         named_barrier_sync(1, kConsumers * 128);
       }
@@ -230,7 +232,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if constexpr (kMasking == Masking::kHoles) task.mask.apply_holes(scores, block * kBlockN + key);
         const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
         wgmma_wait<0>();
-        wgmma_use<kHeadDim / 2>(&out[0][0][0]);
+        wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
         if (elected) mbarrier_arrive(shared.v_empty(stage_v));
         if (moved) scale_rows(out, rescale);
         round_probabilities();
@@ -251,7 +253,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       issue_output(stage_v);
       softmax.finish(rescale, scale_log2, 1.f);
       wgmma_wait<0>();
-      wgmma_use<kHeadDim / 2>(&out[0][0][0]);
+      wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
       if (elected) mbarrier_arrive(shared.v_empty(stage_v));
       ++use, ++query_use;
     } else {
@@ -266,7 +268,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       const bool valid = query < task.q.length;
       if (lane % 4 == 0 && valid)
         params.softmax_lse[task.batch * params.lse_batch_stride + head * params.lse_head_stride + token] = softmax.row_max[0][half];
-      store_row(out[0], half, token_pointer<T>(params.out, task.batch, head, token), valid, params.head_dim);
+      store_row(out[0], half, token_pointer<T>(params.out, task.batch, head, token), valid, params.head_dim_v);
     }
   });
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match

@@ -27,7 +27,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.q =
       make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch, Shape::kBlockM, tile_heads);
   arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
-  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
+  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.params = params;
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 
@@ -49,6 +49,9 @@ template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
   if constexpr (kHeadDim == 64) {
     if (is_triangular(params) && params.max_seqlen_q <= 2048) return launch_forward<ForwardShape<kHeadDim, TileLength::kShort>, T>(params);
+  }
+  if constexpr (kHeadDim == 192) {
+    if (params.head_dim_v <= 128) return launch_forward<ForwardShape<kHeadDim, TileLength::kLong, 128>, T>(params);
   }
   launch_forward<ForwardShape<kHeadDim, TileLength::kLong>, T>(params);
 }
