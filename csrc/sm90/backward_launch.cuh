@@ -32,16 +32,14 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // A key block a thread block. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
   // the L2 holds. PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. The deterministic order needs that key
   // blocks of a head are launched in ascending order: both orders do.
-  TileScheduler& scheduler = arguments.scheduler;
-  scheduler.order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
-  scheduler.blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN));
-  scheduler.heads = forward.heads_k * forward.batch;
-  scheduler.group = std::max(1, 16 * forward.heads_k / forward.heads_q);
+  arguments.scheduler = TileScheduler::make(is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead,
+                                            static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)),
+                                            forward.heads_k * forward.batch, std::max(1, 16 * forward.heads_k / forward.heads_q));
 
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device,
                                                                          forward.stream, "attention backward, sm90, preprocess");
-  launch<kKernel>(arguments, scheduler.units(), Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
+  launch<kKernel>(arguments, arguments.scheduler.units(), Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
                   "attention backward, sm90");
   launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                       "attention backward, sm90, dq");

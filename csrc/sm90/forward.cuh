@@ -23,7 +23,8 @@ namespace hf_flash2::sm90 {
 struct ForwardArguments {
   CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
   HfFlash2ForwardParams params;
-  int tile_heads_log2;  // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
+  Divisor heads, group;  // tiles of one token over all heads; query heads that share a key head
+  int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
   TileScheduler scheduler;
 };
 
@@ -72,13 +73,13 @@ struct ForwardTask {
   template <int kBlockM, int kBlockN>
   static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head) {
     const HfFlash2ForwardParams& params = arguments.params;
-    const int heads = params.heads_q >> arguments.tile_heads_log2, batch = batch_head / heads;
+    const int batch = arguments.heads.quotient(batch_head);
     const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
     const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
     const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
     const Mask mask(params, batch, q, k);
     return {batch,
-            (batch_head % heads) << arguments.tile_heads_log2,
+            arguments.heads.remainder(batch_head) << arguments.tile_heads_log2,
             query_begin,
             query_end,
             q,
@@ -111,7 +112,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 
   for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head);
-    const int head_k = task.head / (params.heads_q / params.heads_k), map_batch = packed ? 0 : task.batch;
+    const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
       const int token = task.k.start + block * Shape::kBlockN;

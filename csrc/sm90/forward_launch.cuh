@@ -34,12 +34,14 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   // Dense: one thread block per multiprocessor walks equal shares. Ragged: lengths are known on the device only, so every query block gets a
   // thread block and the hardware balances. Causal work grows with the row: pairs make it equal, longest first lets the short fill up.
   const bool triangular = is_triangular(params);
-  TileScheduler& scheduler = arguments.scheduler;
-  scheduler.order = !triangular ? TileOrder::kByHead : ragged ? TileOrder::kLastBlockFirst : TileOrder::kPairs;
-  scheduler.blocks = static_cast<int>(ceil_div(int64_t{params.max_seqlen_q} * tile_heads, Shape::kBlockM));
-  scheduler.heads = params.heads_q / tile_heads * params.batch;
-  scheduler.group = 16;
-  const int64_t units = scheduler.units();
+  arguments.heads = Divisor::of(params.heads_q / tile_heads);
+  arguments.group = Divisor::of(params.heads_q / params.heads_k);
+  arguments.scheduler = TileScheduler::make(!triangular ? TileOrder::kByHead
+                                            : ragged    ? TileOrder::kLastBlockFirst
+                                                        : TileOrder::kPairs,
+                                            static_cast<int>(ceil_div(int64_t{params.max_seqlen_q} * tile_heads, Shape::kBlockM)),
+                                            params.heads_q / tile_heads * params.batch, 16);
+  const int64_t units = arguments.scheduler.units();
   const int64_t blocks = ragged ? units : std::min<int64_t>(units, multiprocessors(params.device));
   launch<forward_kernel<Shape, T>>(arguments, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
                                    "attention forward, sm90");

@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
+
 #include "params.h"
 
 namespace hf_flash2::sm90 {
@@ -17,11 +19,32 @@ enum class TileOrder : int {
   kPairs,            // the first and the last block left of one head: under a causal mask all pairs are equal work
 };
 
+// Division by a number known on the host: n / d = n * ceil(2^p / d) >> p with p = 31 + ceil(log2 d), exact for n < 2^31 (Granlund and
+// Montgomery, "Division by Invariant Integers using Multiplication"). PERF: an integer division takes a GPU some 100 cycles.
+struct Divisor {
+  uint32_t divisor, multiplier;
+  int shift;
+
+  static Divisor of(int d) {
+    int log2 = 0;
+    while ((int64_t{1} << log2) < d) ++log2;
+    const int shift = 31 + log2;
+    return {static_cast<uint32_t>(d), static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / d), shift};
+  }
+  __host__ __device__ int quotient(int n) const { return static_cast<int>(static_cast<uint64_t>(n) * multiplier >> shift); }
+  __host__ __device__ int remainder(int n) const { return n - quotient(n) * static_cast<int>(divisor); }
+};
+
 struct TileScheduler {
   TileOrder order;
-  int blocks;  // of the longest sequence
-  int heads;   // heads * batch; where tiles hold all heads of a group, groups * batch
-  int group;   // heads that share the L2 (kLastBlockFirst, kFirstBlockFirst)
+  int blocks;              // of the longest sequence
+  int heads;               // heads * batch; where tiles hold all heads of a group, groups * batch
+  int group;               // heads that share the L2 (kLastBlockFirst, kFirstBlockFirst)
+  Divisor units_per_head;  // kByHead, kPairs
+
+  static TileScheduler make(TileOrder order, int blocks, int heads, int group) {
+    return {order, blocks, heads, group, Divisor::of(std::max(1, order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks))};
+  }
 
   __host__ __device__ int tiles_per_unit() const { return order == TileOrder::kPairs ? 2 : 1; }
   __host__ __device__ int64_t units() const { return static_cast<int64_t>(order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks) * heads; }
@@ -29,9 +52,8 @@ struct TileScheduler {
   // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (the middle of an odd number of pairs).
   __device__ __forceinline__ bool tile(int unit, int part, int& block, int& batch_head) const {
     if (order == TileOrder::kPairs) {
-      const int pairs = (blocks + 1) / 2;
-      batch_head = unit / pairs;
-      const int pair = unit % pairs;
+      batch_head = units_per_head.quotient(unit);
+      const int pair = units_per_head.remainder(unit);
       block = part == 0 ? blocks - 1 - pair : pair;
       return part == 0 || block != blocks - 1 - pair;
     }
@@ -44,8 +66,8 @@ struct TileScheduler {
       batch_head = first_head + rest % heads_here;
       return true;
     }
-    block = unit % blocks;
-    batch_head = unit / blocks;
+    block = units_per_head.remainder(unit);
+    batch_head = units_per_head.quotient(unit);
     return true;
   }
 };
