@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import distributed
 import finetune_lora
 import generate
 import patch_existing_model
@@ -130,22 +131,45 @@ def test_two_processes_train_as_one(tmp_path):
     """Half the batch in each of two processes gives the losses of one, with gradient checkpointing too."""
     fine_tune = [*FINE_TUNE, "--implementation", "hf_flash2"]
     finetune_lora.main([*fine_tune, "--batch-size", "8", "--output-dir", str(tmp_path / "one")])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [*fine_tune, "--batch-size", "4", "--gradient-checkpointing", "--output-dir", str(tmp_path / "two")]
-    torch.multiprocessing.spawn(fine_tune_as, (port, arguments), nprocs=2)
+    in_two_processes(fine_tune_as, [*fine_tune, "--batch-size", "4", "--gradient-checkpointing", "--output-dir", str(tmp_path / "two")])
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
     assert losses(tmp_path / "two")["hf_flash2"] == pytest.approx(losses(tmp_path / "one")["hf_flash2"], abs=1e-4)
 
 
 def fine_tune_as(rank: int, port: int, arguments: list[str]) -> None:
-    """One of two processes, as `torchrun` and `accelerate launch` start them."""
+    join(rank, port)
+    finetune_lora.main(arguments)
+
+
+def in_two_processes(function, arguments: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(function, (port, arguments), nprocs=2)
+
+
+def join(rank: int, port: int) -> None:
+    """Become one of two processes, as `torchrun` and `accelerate launch` start them."""
     import conftest  # noqa: F401 - hf_flash2.patches from a bare checkout
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    finetune_lora.main(arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
+def test_distributed_trains_alike_with_every_strategy_and_arm(tmp_path):
+    arguments = ["--size", "tiny", "--batch-size", "2", "--max-length", "48", "--steps", "2", "--csv", str(tmp_path / "figures.csv")]
+    in_two_processes(train_distributed_as, arguments)
+    with (tmp_path / "figures.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["strategy"], row["arm"]) for row in rows] == [(s, arm) for s in distributed.STRATEGIES for arm in distributed.ARMS]
+    assert all(float(row["loss"]) == pytest.approx(float(rows[0]["loss"]), abs=2e-4) for row in rows)
+    assert all(float(row["real_tokens_per_s"]) > 0 for row in rows)
+
+
+def train_distributed_as(rank: int, port: int, arguments: list[str]) -> None:
+    join(rank, port)
+    distributed.main(arguments)
 
 
 # -------------------------------------------------------------------------------------------------------------------- patch, generate
