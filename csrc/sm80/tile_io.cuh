@@ -9,7 +9,7 @@
 namespace hf_flash2::sm80 {
 
 // Starts the copy of rows [row_begin, row_begin + kRows) of one head into shared memory with kThreads threads. Rows from row_end on and
-// columns from `columns` on (a multiple of 8) are filled with zeros.
+// columns from `columns` on (a multiple of 8) are filled with zeros; their source is not read, wherever it points.
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, int64_t token_stride, int row_begin, int row_end,
                                                 int columns) {
@@ -20,12 +20,12 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, in
   const uint32_t destination = tile + Swizzle<kColumns>::offset(lane_row, lane_chunk);
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-    const int row_columns = row_begin + pass * kRowsPerPass + lane_row < row_end ? columns : 0;
+    const bool row_valid = row_begin + pass * kRowsPerPass + lane_row < row_end;
 #pragma unroll
     for (int group = 0; group < kColumns / 8 / kGroup; ++group) {
-      const bool valid = group * kGroup * 8 < row_columns - lane_chunk * 8;
+      const bool valid = row_valid && (group * kGroup + lane_chunk) * 8 < columns;
       cp_async_16(destination + pass * kRowsPerPass * Swizzle<kColumns>::kRowBytes + group * kGroup * 16,
-                  valid ? source + group * kGroup * 8 : head, valid);
+                  source + group * kGroup * 8, valid);
     }
     source += kRowsPerPass * token_stride;
   }
