@@ -39,17 +39,29 @@ int compute_capability(int device);
 // Whether this library holds machine code, or PTX the driver can compile, for the current device.
 bool has_code_for_current_device();
 
+// When a kernel begins: after the one before it in the stream has ended, or while that still runs (grid_dependency.cuh). From sm_90 on.
+enum class Start { kInOrder, kEarly };
+
 // One-dimensional launch of kernel(params); does nothing for an empty grid.
 template <auto kKernel, typename Params>
-void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name) {
+void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name,
+            Start start = Start::kInOrder) {
   static std::atomic<uint64_t> shared_memory_allowed{0};
   if (blocks == 0) return;
   if (blocks > INT32_MAX) throw LaunchError(kErrorArgument, std::string(name) + ": batch * heads * sequence blocks exceeds 2^31");
   if (shared_bytes > 48 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kKernel), shared_bytes, device, shared_memory_allowed);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = start == Start::kEarly ? 1 : 0;
   void* arguments[] = {const_cast<Params*>(&params)};
-  check_cuda(cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
-                              shared_bytes, static_cast<cudaStream_t>(stream)),
-             name);
+  check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments), name);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -29,6 +29,8 @@ FAULTS = {
     "diverged warp": "while other lanes of the warp are in",
     "outside shared": "is outside the 16400 bytes of the block",
     "misaligned": "must be aligned to 16 bytes",
+    "no kernel wait": "the end of the block before griddepcontrol.wait",
+    "early access": "ld.acquire before griddepcontrol.wait",
 }
 
 

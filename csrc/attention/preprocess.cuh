@@ -5,6 +5,7 @@
 
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
+#include "device/grid_dependency.cuh"
 
 namespace hf_flash2 {
 
@@ -15,6 +16,7 @@ constexpr int kPreprocessThreads = 256;
 // architectures: two of one name in one library, and the runtime may find the wrong one.
 template <HfFlash2Family kFamily, int kBlockM, int kColumns, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
+  if constexpr (kFamily == kSm90) let_next_kernel_begin();
   const HfFlash2ForwardParams& forward = params.forward;
   const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
   const int query_block = blockIdx.x % query_blocks;

@@ -43,6 +43,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
+  wait_for_kernel_before();  // it clears what is added to
   task.for_each_step([&](uint32_t, int, int query_block, int tile) {
     // The pieces of the step before have been read; in the first step nothing has been issued yet.
     if (elected) bulk_wait_read<1>();
@@ -165,7 +166,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   const BackwardTask task = BackwardTask::make<Shape>(arguments);
-  if (task.key_block * Shape::kBlockN >= task.k.length) return;
+  let_next_kernel_begin();
+  if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
   shared.make_barriers();
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();

@@ -8,6 +8,7 @@
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
 #include "device/bulk_copy.cuh"
+#include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
 #include "device/shared_memory.cuh"
 #include "device/tma.cuh"
@@ -134,7 +135,8 @@ struct BackwardTask {
   }
 };
 
-// The loader, one thread: K and V once, then a ring of Q with lse and dO with delta.
+// The loader, one thread: K and V once, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel before; for its end
+// the consumers wait through them, too.
 template <typename Shape>
 __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                            const BackwardTask& task) {
@@ -147,12 +149,11 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
     for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
   };
 
-  if (task.query_block_begin < task.query_block_end) {
-    const int token = task.k.start + task.key_block * Shape::kBlockN;
-    mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
-    load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
-    load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
-  }
+  if (task.query_block_begin >= task.query_block_end) return wait_for_kernel_before();
+  const int key_token = task.k.start + task.key_block * Shape::kBlockN;
+  mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
+  load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), key_token, task.head_k);
+  load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), key_token, task.head_k);
   task.for_each_step([&](uint32_t step, int head, int query_block, int tile) {
     const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
     const int token = task.q.start + query_block * kBlockM;
@@ -160,9 +161,13 @@ __device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, c
     mbarrier_wait(shared.empty(stage), released);
     mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
     load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
-    bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
     mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
     load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
+    if (step == 0) {
+      wait_for_kernel_before();
+      bulk_global_fence();  // it wrote lse and delta by ordinary stores
+    }
+    bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
     bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
   });
 }
@@ -319,6 +324,7 @@ __device__ __forceinline__ void store_key_gradient(const HfFlash2Tensor& tensor,
 // each with the elements that it held as a consumer.
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
+  wait_for_kernel_before();
   constexpr int kBlockM = Shape::kBlockM;
   const HfFlash2ForwardParams& forward = params.forward;
   const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;

@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   const BackwardTask task = BackwardTask::make<Shape>(arguments);
-  if (task.key_block * Shape::kBlockN >= task.k.length) return;
+  let_next_kernel_begin();
+  if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
   shared.make_barriers();
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();

@@ -3,7 +3,9 @@
 #include <cuda_bf16.h>
 
 #include "device/cp_async.cuh"
+#include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
+#include "device/semaphore.cuh"
 #include "device/swizzle.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
@@ -32,6 +34,8 @@ enum Fault {
   kDivergedWarp,     // lanes in different warp operations
   kOutsideShared,    // an address behind the shared memory of the block
   kMisaligned,       //
+  kNoKernelWait,     // the kernel, which is launched early, ends without a wait for the one before
+  kEarlyAccess,      // or reads a semaphore before that wait
   kFaults
 };
 
@@ -49,6 +53,8 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   const Fault fault = arguments.fault;
   const uint32_t sA = shared_address(memory), sB = sA + kTileBytes, b_full = sB + kTileBytes;
   const int thread = threadIdx.x, lane = thread % 32;
+  if (fault == kEarlyAccess) semaphore_wait(reinterpret_cast<const int32_t*>(arguments.out), 0);
+  if (fault != kNoKernelWait) wait_for_kernel_before();
   if (thread == 0) {
     mbarrier_init(b_full, 1);
     mbarrier_init_fence();
@@ -121,7 +127,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_with_fault(int
     arguments.a = static_cast<const __nv_bfloat16*>(a);
     arguments.out = out;
     arguments.fault = static_cast<Fault>(fault);
-    launch<product_kernel>(arguments, 1, 128, kSharedBytes, 0, nullptr, "product");
+    launch<product_kernel>(arguments, 1, 128, kSharedBytes, 0, nullptr, "product", Start::kEarly);
   } catch (const LaunchError& launch_error) {
     error = launch_error.what();
   }

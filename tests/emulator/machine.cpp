@@ -34,6 +34,7 @@ struct Machine {
   uint32_t random;
   const void* kernel;
   void** arguments;
+  bool early;
   std::string error;
 
   std::unique_ptr<Block> take_spare() {
@@ -62,6 +63,7 @@ void thread_main() {
   if (!fiber.accumulators.empty()) fail("the thread ends before its wgmma have completed");
   finish_copies(fiber);
   if (--fiber.block->live == 0) {
+    check_kernel_before("the end of the block");
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
       if (barrier.arrived > 0) fail("the block ends with %d of %d arrivals at barrier %d", barrier.arrived, barrier.threads, id);
@@ -84,6 +86,7 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   const int threads = block_size.x;
   block.index = {number, 0, 0};
   block.live = threads;
+  block.after_kernel_before = !machine.early;
   block.warps.assign(threads / kLanes, Warp{});
   block.barriers = {};
   block.groups.assign((block.warps.size() + kWarpsPerGroup - 1) / kWarpsPerGroup, Warpgroup{});
@@ -289,13 +292,13 @@ void wake(Block& block, Wait::Kind kind, uint64_t where) {
   }
 }
 
-std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes) {
+std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (block.y * block.z != 1 || grid.y * grid.z != 1) return "the emulator has one-dimensional grids and blocks only";
   if (block.x == 0 || block.x > kMaxThreads || block.x % kLanes != 0) return "the emulator wants whole warps, at most 1024 threads";
   grid_size = grid, block_size = block;
-  machine.kernel = kernel, machine.arguments = arguments;
+  machine.kernel = kernel, machine.arguments = arguments, machine.early = early;
   machine.random = schedule.seed * 2654435761u | 1;
   machine.error.clear();
   unsigned started = 0;
@@ -323,6 +326,12 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
     machine.blocks.clear();
     return error.what();
   }
+}
+
+void wait_for_kernel_before() { self().block->after_kernel_before = true; }
+
+void check_kernel_before(const char* access) {
+  if (!self().block->after_kernel_before) fail("%s before griddepcontrol.wait, in a kernel that was launched early", access);
 }
 
 void collective(const char* operation, void* arguments, void (*perform)(void* const (&lanes)[kLanes])) {

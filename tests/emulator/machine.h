@@ -7,7 +7,9 @@
 //   deadlock (with who waits where) - addresses outside the block's shared memory or misaligned - reads of shared memory that a copy has yet
 //   to fill - writes of what a wgmma or store has yet to read - wgmma and copies reading what was written without fence.proxy.async - wgmma
 //   without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half full - more arrivals
-//   than a barrier expects.
+//   than a barrier expects - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early before one of the
+//   block's threads has waited for the kernel before, and the end of a block without that wait. (Tensor copies and plain loads may come earlier:
+//   of inputs.)
 // Not emulated: the memory model beyond that (acquire, release, fences of global memory), register limits, clusters, operations of part of a
 // warp, wgmma operands without swizzle, time.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
@@ -54,7 +56,12 @@ struct Schedule {
 extern Schedule schedule;
 
 // Runs every block of a grid. Empty when all went well, else what went wrong. `kernel` takes its arguments by reference.
-std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes);
+// `early`: as if the kernel before might still run (programmatic stream serialisation).
+std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early = false);
+
+// Waiting for the kernel before, and what must come after it.
+void wait_for_kernel_before();
+void check_kernel_before(const char* access);
 
 // ---- What a thread sees ----
 struct Thread {

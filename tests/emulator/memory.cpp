@@ -259,6 +259,7 @@ void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
     fail("cp.async.bulk: address and size must be multiples of 16 bytes");
+  check_kernel_before("cp.async.bulk");
   Block& block = *self().block;
   start_filling(block, destination, bytes, 16);
   block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}});
@@ -273,6 +274,7 @@ void tensor_store(const void* map, uint32_t source, const int* coordinates, int 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, bool add_floats) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
     fail("cp.async.bulk: address and size must be multiples of 16 bytes");
+  check_kernel_before("cp.async.bulk");
   start_reading(*self().block, source, bytes, 16);
   self().bulk_copies.push_back({add_floats ? Copy::kBulkAddFloats : Copy::kBulkStore, source, destination, bytes, 0, 0, {}});
 }

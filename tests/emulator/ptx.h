@@ -61,16 +61,19 @@ inline void ex2_approx_ftz_f32(float& y, float x) {
 
 inline void ld_global_nc_u8(uint32_t& value, const uint8_t* address) { value = *address; }
 inline void ld_acquire_gpu_global_s32(int& value, const int* address) {
+  check_kernel_before("ld.acquire");
   wait_for_change(address);
   value = *address;
 }
 inline void red_release_gpu_global_add_s32(int* address, int value) {
+  check_kernel_before("red.release");
   *address += value;
   announce_change();
 }
 template <typename T>
 void red_global_add_v4_f32(float* address, const std::array<T*, 4>& x) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) fail("red.v4.f32 at an address that is not a multiple of 16");
+  check_kernel_before("red.v4.f32");
   for (int i = 0; i < 4; ++i) address[i] += *x[i];
 }
 
@@ -245,7 +248,7 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrie
 inline void fence_proxy_async_shared__cta() { proxy_fence(); }
 inline void fence_proxy_async() { proxy_fence(); }
 inline void fence_proxy_async_global() {}
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() { wait_for_kernel_before(); }
 inline void griddepcontrol_launch_dependents() {}
 inline void elect_sync(uint32_t& lane, bool& elected, uint32_t) {
   collective("elect.sync", nullptr, nullptr);

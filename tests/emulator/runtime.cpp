@@ -103,10 +103,12 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int byte
   return cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, cudaStream_t) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   const int allowed = std::max(48 * 1024, allowed_shared_bytes[{kernel, current_device}]);
-  if (dynamic_bytes > static_cast<size_t>(allowed) || grid.x == 0) return cudaErrorInvalidValue;
-  launch_error = emulator::run(kernel, grid, block, arguments, dynamic_bytes);
+  if (config->dynamicSmemBytes > static_cast<size_t>(allowed) || config->gridDim.x == 0) return cudaErrorInvalidValue;
+  const bool early = config->numAttrs == 1 && config->attrs->val.programmaticStreamSerializationAllowed;
+  if (early && emulator::kDevices[current_device].compute_capability < 90) return cudaErrorInvalidValue;
+  launch_error = emulator::run(kernel, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, early);
   return launch_error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

@@ -95,7 +95,8 @@ struct Granule {
 
 struct Block {
   uint3 index;
-  int live;  // threads that have not finished
+  int live;                  // threads that have not finished
+  bool after_kernel_before;  // which has ended: known from its launch or since a thread waited for it
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> barriers;

@@ -18,8 +18,7 @@
 
 #define threadIdx (::emulator::current->index)
 #define blockIdx (::emulator::current->block_index)
-#define gridDim (::emulator::grid_size)
-#define blockDim (::emulator::block_size)
+static const dim3 &gridDim = emulator::grid_size, &blockDim = emulator::block_size;  // no macros: members of cudaLaunchConfig_t, too
 
 struct uint2 {
   unsigned x, y;
@@ -132,6 +131,20 @@ enum cudaDeviceAttr {
 };
 enum { cudaEnableDefault = 0 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  union {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;
 };
@@ -145,7 +158,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, cudaStream_t stream);
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result);

@@ -1,0 +1,15 @@
+// Kernels of one stream that overlap: launched with Start::kEarly (launch.h), a kernel begins while the one before it still runs.
+// PTX ISA: "griddepcontrol" (sm_90).
+#pragma once
+
+namespace hf_flash2 {
+
+// The next kernel may begin as soon as every block of this one has got here, or has ended, and leaves room. What it may read is another
+// matter: see below.
+__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the kernel before has ended; all it wrote can be seen. By every block of a kernel that is launched early, whether or not it
+// reads anything of the kernel before: the end of this kernel tells those behind it that both have ended.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace hf_flash2
