@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from hf_flash2 import kernels, native, ops
 
 HOPPER, A100, SMALL = range(3)  # the devices that the emulator pretends to have
@@ -33,6 +35,13 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _poisoned_empty(*size, **options) -> torch.Tensor:
+    """torch.empty whose bytes are all 1s: NaN, -1. For the scratch of kernels, which has to be written before it is read."""
+    x = torch.zeros(*size, **options)
+    x.view(torch.uint8).fill_(255)
+    return x
+
+
 @contextmanager
 def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
     """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
@@ -41,6 +50,7 @@ def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int =
             packer = _Packer(getattr(kernels, layout).format)
             packer.device = device
             patch.setattr(kernels, layout, packer)
+        patch.setattr(torch, "empty", _poisoned_empty)
         patch.setattr(native, "library", lambda: library)
         patch.setattr(native, "check_device", lambda index: None)
         patch.setattr(kernels, "_current_stream", lambda index: 0)

@@ -6,6 +6,7 @@ says nothing about speed, nor about what the hardware does that the emulator doe
 of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is not too long (3 minutes) in place of a sample of it.
 """
 
+import dataclasses
 import os
 import zlib
 
@@ -115,6 +116,34 @@ def test_deterministic_results_do_not_depend_on_the_order(family, window, head_d
     for seed in (1, 2, 3):
         assert all(map(torch.equal, results(seed, 4, deterministic=True), expected))
     assert not torch.equal(results(1, 4, deterministic=False)[1], expected[1])
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize("seed", range(5))
+def test_key_blocks_that_write_the_same_queries_at_once(head_dim, seed, emulate):
+    """Whichever comes first: the Hopper backward does not clear dq, and its key blocks start at different queries."""
+    window = ((-1, -1), (-1, 0), (130, 40))[seed % 3]
+    case = Case("at_once", head_dim, heads=(2, 1), lengths_q=(330,), lengths_k=(420,), window=window)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, seed=seed, resident=2 + seed % 3), sample)
+
+
+UNSEEN = [
+    Case("unseen", lengths_q=(300,), lengths_k=(40,), causal=True),
+    Case("unseen", lengths_q=(40,), lengths_k=(300,), window=(0, 0)),  # a key block without queries
+    Case("unseen", lengths_q=(140, 200), lengths_k=(0, 70), form="packed"),
+    Case("unseen", lengths_q=(140, 200), lengths_k=(0, 30), form="ranges", padding="left", causal=True),
+]
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.id)
+def test_queries_and_keys_that_see_nothing(case, family, head_dim, deterministic, emulate):
+    """Whole tiles of dq, dk and dv that nobody adds to are zero."""
+    sample = Sample(dataclasses.replace(case, head_dim=head_dim, heads=(2, 1)), torch.bfloat16, CPU)
+    check(emulate(family, sample, deterministic=deterministic), sample)
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))

@@ -1,4 +1,5 @@
-// First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row, and zeros in the dQ accumulator.
+// First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row, zeros in the semaphores and, where the kernel
+// that follows adds to dQ from its first key block on (kClearDq), in the dQ accumulator.
 // delta: Dao, arXiv 2307.08691, algorithm 2, line 4; the dlse term because d lse / d S = P.
 #pragma once
 #include <math.h>
@@ -14,7 +15,7 @@ constexpr int kPreprocessThreads = 256;
 // One block of threads per query block; a tile of the dQ accumulator has kColumns columns. Rows past the end of a sequence get lse = +inf,
 // so that P = exp2(S - lse) = 0 without a row mask. kFamily only keeps the kernels of the families apart, which are compiled for different
 // architectures: two of one name in one library, and the runtime may find the wrong one.
-template <HfFlash2Family kFamily, int kBlockM, int kColumns, typename T>
+template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();
   const HfFlash2ForwardParams& forward = params.forward;
@@ -28,8 +29,10 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const Workspace workspace(params, kBlockM, kColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
   if (threadIdx.x == 0) workspace.semaphores[tile] = 0;
-  float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kColumns);
-  for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if constexpr (kClearDq) {
+    float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kColumns);
+    for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
 
   // 8 lanes a row, 8 elements a lane and step.
   const T* out = token_pointer<const T>(forward.out, batch, head, seq.start);

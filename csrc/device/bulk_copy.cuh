@@ -12,6 +12,11 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                : "memory");
 }
 
+// Copies `bytes` from shared to global memory. Joins the group that bulk_commit() closes.
+__device__ __forceinline__ void bulk_store(float* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
+}
+
 // Adds `bytes` of floats from shared to global memory. Joins the group that bulk_commit() closes.
 __device__ __forceinline__ void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)

@@ -1,4 +1,4 @@
-// Turns between thread blocks, counted in global memory. PTX ISA: "ld.acquire", "red.release".
+// Turns between thread blocks, counted in global memory. PTX ISA: "ld.acquire", "red.release", "atom.acquire".
 #pragma once
 #include <stdint.h>
 
@@ -12,8 +12,18 @@ __device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int tur
   } while (value < turns);
 }
 
-__device__ __forceinline__ void semaphore_pass(int32_t* semaphore) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+// Passes on one turn, or kEveryTurn there may be.
+__device__ __forceinline__ void semaphore_pass(int32_t* semaphore, int turns = 1) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(semaphore), "r"(turns) : "memory");
+}
+constexpr int kEveryTurn = 1 << 30;
+
+// Where turns go to who comes first: the number that took one before, plus kEveryTurn once that has been passed; then, what the passer wrote
+// before can be seen.
+__device__ __forceinline__ int semaphore_take(int32_t* semaphore) {
+  int before;
+  asm volatile("atom.acquire.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
+  return before;
 }
 
 }  // namespace hf_flash2

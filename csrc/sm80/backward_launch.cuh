@@ -13,8 +13,8 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   const int64_t key_blocks = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
-  launch<preprocess_kernel<kSm80, Shape::kBlockM, kHeadDim, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream,
-                                                                "attention backward, preprocess");
+  launch<preprocess_kernel<kSm80, Shape::kBlockM, kHeadDim, true, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device,
+                                                                      forward.stream, "attention backward, preprocess");
   if (forward.dropout_p > 0.f)
     launch<backward_kernel<kHeadDim, T, kVariant, true>>(params, key_blocks, Shape::kThreads, Shape::kSharedBytes, forward.device,
                                                          forward.stream, "attention backward");

@@ -1,5 +1,5 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
-// Launched by backward_launch.cuh between preprocess_kernel (delta, zeroed dQ) and convert_dq_kernel (dQ to its dtype).
+// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_dq_kernel (dQ to its dtype).
 //
 // One block owns 128 keys of one key head and keeps dK and dV in registers while the query blocks that see them stream by, over all query
 // heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last, one
@@ -35,15 +35,25 @@ __device__ __forceinline__ int dq_full(int consumer) { return 2 + consumer; }
 __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 
-// Adds dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. In deterministic mode key blocks add in
-// ascending order; blocks with lower numbers were launched earlier, so that waiting for a turn always ends.
+// Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
+// first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other by number.
+//
+// Waiting always ends. By number: blocks with lower numbers were launched earlier. Else, who is first at a tile is a block that runs, and from
+// taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before it takes the next.
 template <typename Shape>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                                     const BackwardTask& task) {
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
-  wait_for_kernel_before();  // it clears what is added to
+  int32_t* written = nullptr;  // semaphore of the tile of the step before, if others wait for what was written there
+  const auto pass_turn = [&] {
+    if (written == nullptr) return;
+    bulk_wait_all();
+    bulk_global_fence();
+    semaphore_pass(written, params.deterministic ? 1 : kEveryTurn);
+  };
+  wait_for_kernel_before();  // it clears the semaphores
   task.for_each_step([&](uint32_t, int, int query_block, int tile) {
     // The pieces of the step before have been read; in the first step nothing has been issued yet.
     if (elected) bulk_wait_read<1>();
@@ -54,25 +64,35 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     named_barrier_arrive(dq_empty(1), kDqThreads);
 
     float* dq = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns);
-    if (elected && params.deterministic) {
-      semaphore_wait(workspace.semaphores + tile, task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN));
+    // PERF: here, the warp has nothing to do for most of a step: that hides how long the semaphores take.
+    bool first = false;
+    if (elected) {
+      int32_t* semaphore = workspace.semaphores + tile;
+      const int turn = params.deterministic ? task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)
+                                            : semaphore_take(semaphore);
+      pass_turn();
+      first = turn == 0;
+      if (!first && turn < kEveryTurn) semaphore_wait(semaphore, params.deterministic ? turn : kEveryTurn);
       bulk_global_fence();
+      written = first || params.deterministic ? semaphore : nullptr;
     }
     for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) {
       __syncwarp();
       named_barrier_sync(dq_full(consumer), kDqThreads);
       if (elected) {
-        bulk_reduce_add(dq + consumer * Shape::kDqPieceFloats, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
+        float* piece = dq + consumer * Shape::kDqPieceFloats;
+        if (first)
+          bulk_store(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
+        else
+          bulk_reduce_add(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
         bulk_commit();
       }
     }
-    if (elected && params.deterministic) {
-      bulk_wait_all();
-      bulk_global_fence();
-      semaphore_pass(workspace.semaphores + tile);
-    }
   });
-  if (elected) bulk_wait_all();
+  if (elected) {
+    pass_turn();
+    bulk_wait_all();
+  }
 }
 
 template <typename Shape, typename T>

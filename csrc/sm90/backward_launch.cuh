@@ -38,8 +38,8 @@ void launch_backward(const HfFlash2BackwardParams& params) {
 
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
-  launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device,
-                                                                         forward.stream, "attention backward, sm90, preprocess");
+  launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, !Shape::kFirstStoresDq, T>>(
+      params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream, "attention backward, sm90, preprocess");
   launch<kKernel>(arguments, arguments.scheduler.units(), Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
                   "attention backward, sm90", Start::kEarly);
   launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,

@@ -43,6 +43,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
+  // Nothing clears the accumulator: the first key block that comes to a tile stores, the others add. Above head dim 128, two warpgroups add
+  // from registers, each when it has something: there the preprocessing clears it.
+  static constexpr bool kFirstStoresDq = kHeadDim <= 128;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
 };
@@ -91,6 +94,7 @@ struct BackwardTask {
   Sequence q, k;
   Mask mask;
   int query_block_begin, query_block_end;
+  int query_block_first;             // where the round over [begin, end) starts
   int unmasked_begin, unmasked_end;  // query blocks that need no mask
   int first_tile, head_tiles;        // tile number (Workspace) of the first query block of the first query head; tiles of a head
 
@@ -106,6 +110,13 @@ struct BackwardTask {
     const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
     const Mask mask(forward, batch, q, k);
     const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+    const int query_block_begin = mask.query_block_begin(key_begin, Shape::kBlockM);
+    const int query_block_end = mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM);
+    // Key blocks of one head that start together start at query blocks of their own, or all would want to write the same tile of dQ at any
+    // time. Under a causal mask, or a window, they do by themselves (and then on = 0, or the same for all); else on the diagonal. Not in
+    // deterministic mode, where a tile takes the key blocks in ascending order.
+    const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
+    const bool round = !params.deterministic && query_block_begin < query_block_end;
     return {batch,
             head_k,
             key_block,
@@ -113,8 +124,9 @@ struct BackwardTask {
             q,
             k,
             mask,
-            mask.query_block_begin(key_begin, Shape::kBlockM),
-            mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM),
+            query_block_begin,
+            query_block_end,
+            round ? query_block_begin + on % (query_block_end - query_block_begin) : query_block_begin,
             mask.unmasked_query_block_begin(key_begin + Shape::kBlockN, Shape::kBlockM),
             mask.unmasked_query_block_end(key_begin, Shape::kBlockM),
             static_cast<int>(workspace.first_block(forward, batch, head_k * group, Shape::kBlockM)),
@@ -123,14 +135,18 @@ struct BackwardTask {
 
   __device__ __forceinline__ bool mask_needed(int query_block) const { return query_block < unmasked_begin || query_block >= unmasked_end; }
 
-  // Calls f(step, head, query_block, tile) for every query block of every query head; tile is its number in the Workspace.
+  // Calls f(step, head, query_block, tile) for every query block of every query head, where there are some; tile is its number in the Workspace.
   template <typename F>
   __device__ __forceinline__ void for_each_step(const F& f) const {
+    if (query_block_begin >= query_block_end) return;
     uint32_t step = 0;
     for (int head = 0; head < group; ++head) {
+      int query_block = query_block_first;
 #pragma unroll 1
-      for (int query_block = query_block_begin; query_block < query_block_end; ++query_block)
+      do {
         f(step++, head_k * group + head, query_block, first_tile + head * head_tiles + query_block);
+        if (++query_block == query_block_end) query_block = query_block_begin;
+      } while (query_block != query_block_first);
     }
   }
 };
@@ -321,7 +337,7 @@ __device__ __forceinline__ void store_key_gradient(const HfFlash2Tensor& tensor,
 }
 
 // Last pass: dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece,
-// each with the elements that it held as a consumer.
+// each with the elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   wait_for_kernel_before();
@@ -338,12 +354,13 @@ __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(cons
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + row_begin / kBlockM;
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
+  const bool written = !Shape::kFirstStoresDq || workspace.semaphores[tile] != 0;
   float dq[8][4];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const float4 x = *reinterpret_cast<const float4*>(accumulated + (n * 128 + thread) * 4);
-    dq[n][0] = x.x * forward.softmax_scale, dq[n][1] = x.y * forward.softmax_scale;
-    dq[n][2] = x.z * forward.softmax_scale, dq[n][3] = x.w * forward.softmax_scale;
+    dq[n][0] = written ? x.x * forward.softmax_scale : 0.f, dq[n][1] = written ? x.y * forward.softmax_scale : 0.f;
+    dq[n][2] = written ? x.z * forward.softmax_scale : 0.f, dq[n][3] = written ? x.w * forward.softmax_scale : 0.f;
   }
   const int column = Shape::kDqByRows ? 0 : piece * 64;
   T* gdQ = token_pointer<T>(params.dq, batch, head, seq.start) + column;

@@ -5,13 +5,13 @@
 // wgmma is computed. Shared memory starts as NaN, and so are the destination of a copy in flight and the accumulators of a pending
 // product: a missing wait is seen in the result. Where the emulator can tell, it says so in words instead and the launch fails:
 //   deadlock (with who waits where) - addresses outside the block's shared memory or misaligned - reads of shared memory that a copy has yet
-//   to fill - writes of what a wgmma or store has yet to read - wgmma and copies reading what was written without fence.proxy.async - wgmma
-//   without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half full - more arrivals
-//   than a barrier expects - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early before one of the
-//   block's threads has waited for the kernel before, and the end of a block without that wait. (Tensor copies and plain loads may come earlier:
-//   of inputs.)
-// Not emulated: the memory model beyond that (acquire, release, fences of global memory), register limits, clusters, operations of part of a
-// warp, wgmma operands without swizzle, time.
+//   to fill - writes of what a wgmma or store has yet to read - wgmma and copies reading what was written without fence.proxy.async, and flat
+//   copies after an acquire or before a release without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers
+//   whose users disagree or that are left half full - more arrivals than a barrier expects - flat copies, semaphores, reductions and
+//   streaming loads of a kernel that was launched early before one of the block's threads has waited for the kernel before, and the end of a
+//   block without that wait (tensor copies and plain loads may come earlier: of inputs).
+// Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, clusters, operations of part of
+// a warp, wgmma operands without swizzle, time.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>
@@ -109,6 +109,12 @@ enum class Access { kRead, kWrite, kAsyncRead, kAsyncWrite };  // async: by wgmm
 unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access, int lane = current->lane);
 void proxy_fence();  // of the running thread
 
+// The same for global memory and flat copies: fence.proxy.async must stand between what a thread acquires and its next copy, and between copies
+// that it has waited for and a release.
+void global_proxy_fence();
+void note_acquire();
+void check_release();
+
 // Pairs of rows of 16 bytes that one ldmatrix or stmatrix found in the same banks, since the library was loaded. Costs time, not results.
 extern uint64_t bank_conflicts;
 
@@ -125,7 +131,8 @@ void tensor_store(const void* map, uint32_t source, const int* coordinates, int 
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier);
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, bool add_floats);
 void bulk_commit();
-void bulk_wait(int pending);
+void bulk_wait(int pending);       // until they are complete
+void bulk_wait_read(int pending);  // until they have been read: what is written to global memory comes at the next bulk_wait
 
 // ---- wgmma ----
 struct Product {

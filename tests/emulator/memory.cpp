@@ -109,7 +109,7 @@ void for_box(const TensorMap& map, const Copy& copy, const F& f) {
 
 Copy tensor_copy(Copy::Kind kind, uint32_t shared, const void* pointer, uint32_t mbarrier, const int* coordinates, int rank) {
   const TensorMap& map = map_of(pointer, rank);
-  Copy copy{kind, shared, pointer, map.box_bytes(), 0, mbarrier, {}};
+  Copy copy{kind, shared, pointer, map.box_bytes(), 0, mbarrier, {}, {}};
   for (int i = 0; i < rank; ++i) copy.coordinates[i] = coordinates[i];
   return copy;
 }
@@ -170,6 +170,14 @@ unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment
 
 void proxy_fence() { ++self().proxy_epoch; }
 
+void global_proxy_fence() { self().acquired = self().copied = false; }
+
+void note_acquire() { self().acquired = true; }
+
+void check_release() {
+  if (self().copied) fail("a release after flat copies to global memory without a fence.proxy.async in between");
+}
+
 void perform(Block& block, const Copy& copy) {
   unsigned char* shared = block.window + copy.shared;
   switch (copy.kind) {
@@ -209,13 +217,14 @@ void perform(Block& block, const Copy& copy) {
       mbarrier_complete_bytes(block, copy.mbarrier, copy.bytes);
       break;
     case Copy::kBulkStore:
-      memcpy(const_cast<void*>(copy.host), shared, copy.bytes);
-      end_reading(block, copy.shared, copy.bytes);
-      break;
     case Copy::kBulkAddFloats: {
       auto* destination = static_cast<unsigned char*>(const_cast<void*>(copy.host));
-      for (uint32_t i = 0; i < copy.bytes; i += 4) add<float>(destination + i, shared + i);
-      end_reading(block, copy.shared, copy.bytes);
+      const unsigned char* source = copy.read.empty() ? shared : copy.read.data();
+      if (copy.kind == Copy::kBulkStore)
+        memcpy(destination, source, copy.bytes);
+      else
+        for (uint32_t i = 0; i < copy.bytes; i += 4) add<float>(destination + i, source + i);
+      if (copy.read.empty()) end_reading(block, copy.shared, copy.bytes);
       break;
     }
   }
@@ -237,11 +246,20 @@ void finish_groups(Block& block, std::deque<std::vector<Copy>>& groups, size_t p
 
 }  // namespace
 
+namespace {
+
+void check_flat_copy() {
+  check_kernel_before("cp.async.bulk");
+  if (self().acquired) fail("a flat copy after an acquire without a fence.proxy.async in between");
+}
+
+}  // namespace
+
 void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t source_bytes) {
   if (reinterpret_cast<uintptr_t>(source) % bytes != 0) fail("cp.async from a global address that is not aligned to %u bytes", bytes);
   Fiber& fiber = self();
   start_filling(*fiber.block, destination, bytes, bytes);
-  fiber.copies.push_back({Copy::kCpAsync, destination, source, bytes, source_bytes, 0, {}});
+  fiber.copies.push_back({Copy::kCpAsync, destination, source, bytes, source_bytes, 0, {}, {}});
 }
 
 void cp_async_commit() { close_group(self().copies, self().copy_groups); }
@@ -259,10 +277,10 @@ void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
     fail("cp.async.bulk: address and size must be multiples of 16 bytes");
-  check_kernel_before("cp.async.bulk");
+  check_flat_copy();
   Block& block = *self().block;
   start_filling(block, destination, bytes, 16);
-  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}});
+  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}});
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {
@@ -274,14 +292,31 @@ void tensor_store(const void* map, uint32_t source, const int* coordinates, int 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, bool add_floats) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
     fail("cp.async.bulk: address and size must be multiples of 16 bytes");
-  check_kernel_before("cp.async.bulk");
+  check_flat_copy();
   start_reading(*self().block, source, bytes, 16);
-  self().bulk_copies.push_back({add_floats ? Copy::kBulkAddFloats : Copy::kBulkStore, source, destination, bytes, 0, 0, {}});
+  self().bulk_copies.push_back({add_floats ? Copy::kBulkAddFloats : Copy::kBulkStore, source, destination, bytes, 0, 0, {}, {}});
 }
 
 void bulk_commit() { close_group(self().bulk_copies, self().bulk_groups); }
 
-void bulk_wait(int pending) { finish_groups(*self().block, self().bulk_groups, pending); }
+void bulk_wait(int pending) {
+  Fiber& fiber = self();
+  if (fiber.bulk_groups.size() > static_cast<size_t>(pending)) fiber.copied = true;
+  finish_groups(*fiber.block, fiber.bulk_groups, pending);
+}
+
+void bulk_wait_read(int pending) {
+  Fiber& fiber = self();
+  for (size_t i = 0; i + pending < fiber.bulk_groups.size(); ++i) {
+    for (Copy& copy : fiber.bulk_groups[i]) {
+      if (copy.kind == Copy::kTensorStore || copy.kind == Copy::kTensorAdd) return bulk_wait(pending);  // whole: nobody needs more of it
+      if (!copy.read.empty()) continue;
+      const unsigned char* source = fiber.block->window + copy.shared;
+      copy.read.assign(source, source + copy.bytes);
+      end_reading(*fiber.block, copy.shared, copy.bytes);
+    }
+  }
+}
 
 void finish_copies(Fiber& fiber) {
   if (!fiber.bulk_copies.empty()) fail("the thread ends with bulk copies in no group");

@@ -64,9 +64,18 @@ inline void ld_acquire_gpu_global_s32(int& value, const int* address) {
   check_kernel_before("ld.acquire");
   wait_for_change(address);
   value = *address;
+  note_acquire();
+}
+inline void atom_acquire_gpu_global_add_s32(int& before, int* address, int value) {
+  check_kernel_before("atom.acquire");
+  before = *address;
+  *address += value;
+  note_acquire();
+  announce_change();
 }
 inline void red_release_gpu_global_add_s32(int* address, int value) {
   check_kernel_before("red.release");
+  check_release();
   *address += value;
   announce_change();
 }
@@ -246,8 +255,8 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrie
   done = true;
 }
 inline void fence_proxy_async_shared__cta() { proxy_fence(); }
-inline void fence_proxy_async() { proxy_fence(); }
-inline void fence_proxy_async_global() {}
+inline void fence_proxy_async() { proxy_fence(), global_proxy_fence(); }
+inline void fence_proxy_async_global() { global_proxy_fence(); }
 inline void griddepcontrol_wait() { wait_for_kernel_before(); }
 inline void griddepcontrol_launch_dependents() {}
 inline void elect_sync(uint32_t& lane, bool& elected, uint32_t) {
@@ -302,7 +311,7 @@ void cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(P destination, u
 }
 inline void cp_async_bulk_commit_group() { bulk_commit(); }
 inline void cp_async_bulk_wait_group(int pending) { bulk_wait(pending); }
-inline void cp_async_bulk_wait_group_read(int pending) { bulk_wait(pending); }
+inline void cp_async_bulk_wait_group_read(int pending) { bulk_wait_read(pending); }
 
 // ---- wgmma ----
 

@@ -24,6 +24,7 @@ struct Copy {
   uint32_t valid_bytes;  // cp.async: the rest is zero
   uint32_t mbarrier;     // of loads by the copy engine
   std::array<int, 5> coordinates;
+  std::vector<unsigned char> read;  // of stores: the bytes, once they have been read
 };
 
 // Accumulators of the 128 threads of a warpgroup between the first product that uses them and the wait that completes the last.
@@ -68,6 +69,7 @@ struct Fiber : Thread {
   std::deque<std::vector<Copy>> copy_groups;
   std::vector<Copy> bulk_copies;  // stores by the copy engine, likewise
   std::deque<std::vector<Copy>> bulk_groups;
+  bool acquired, copied;                // since the last fence between ordinary accesses to global memory and flat copies
   uint64_t products;                    // issued
   std::deque<uint64_t> product_groups;  // products issued when each pending group was closed
   bool fenced;                          // wgmma.fence since the last wait
