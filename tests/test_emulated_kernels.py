@@ -128,6 +128,13 @@ def test_key_blocks_that_write_the_same_queries_at_once(head_dim, seed, emulate)
     check(emulate("sm90", sample, seed=seed, resident=2 + seed % 3), sample)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_dq_is_cleared_first_where_keys_are_many(deterministic, emulate):
+    """The Hopper backward at head dim 64 from 4096 keys on; the second sequence sees nothing."""
+    sample = Sample(Case("many_keys", 64, heads=(2, 1), lengths_q=(70, 40), lengths_k=(4096, 0), form="packed"), torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=4, deterministic=deterministic), sample)
+
+
 UNSEEN = [
     Case("unseen", lengths_q=(300,), lengths_k=(40,), causal=True),
     Case("unseen", lengths_q=(40,), lengths_k=(300,), window=(0, 0)),  # a key block without queries

@@ -1,5 +1,5 @@
-// First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row, zeros in the semaphores and, where the kernel
-// that follows adds to dQ from its first key block on (kClearDq), in the dQ accumulator.
+// First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row. Where the kernel that follows adds to dQ from
+// its first key block on (kClearDq), zeros in the accumulator, and semaphores that say so; else, or with an order to keep, zeros in these.
 // delta: Dao, arXiv 2307.08691, algorithm 2, line 4; the dlse term because d lse / d S = P.
 #pragma once
 #include <math.h>
@@ -7,6 +7,7 @@
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
 #include "device/grid_dependency.cuh"
+#include "device/semaphore.cuh"
 
 namespace hf_flash2 {
 
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
 
   const Workspace workspace(params, kBlockM, kColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
-  if (threadIdx.x == 0) workspace.semaphores[tile] = 0;
+  if (threadIdx.x == 0) workspace.semaphores[tile] = kClearDq && !params.deterministic ? kEveryTurn : 0;
   if constexpr (kClearDq) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kColumns);
     for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

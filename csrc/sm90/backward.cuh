@@ -37,6 +37,7 @@ constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 
 // Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
 // first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other by number.
+// Where the accumulator has been cleared (not first_stores), all add.
 //
 // Waiting always ends. By number: blocks with lower numbers were launched earlier. Else, who is first at a tile is a block that runs, and from
 // taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before it takes the next.
@@ -68,8 +69,9 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     bool first = false;
     if (elected) {
       int32_t* semaphore = workspace.semaphores + tile;
-      const int turn = params.deterministic ? task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)
-                                            : semaphore_take(semaphore);
+      const int turn = params.deterministic     ? task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)
+                       : arguments.first_stores ? semaphore_take(semaphore)
+                                                : kEveryTurn;
       pass_turn();
       first = turn == 0;
       if (!first && turn < kEveryTurn) semaphore_wait(semaphore, params.deterministic ? turn : kEveryTurn);

@@ -25,6 +25,7 @@ struct BackwardArguments {
   CUtensorMap q, k, v, dout;  // boxes of 64 columns x one tile of rows
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
+  bool first_stores;  // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
 };
 
 // Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
@@ -43,8 +44,8 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
-  // Nothing clears the accumulator: the first key block that comes to a tile stores, the others add. Above head dim 128, two warpgroups add
-  // from registers, each when it has something: there the preprocessing clears it.
+  // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
+  // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
@@ -112,11 +113,11 @@ struct BackwardTask {
     const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
     const int query_block_begin = mask.query_block_begin(key_begin, Shape::kBlockM);
     const int query_block_end = mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM);
-    // Key blocks of one head that start together start at query blocks of their own, or all would want to write the same tile of dQ at any
-    // time. Under a causal mask, or a window, they do by themselves (and then on = 0, or the same for all); else on the diagonal. Not in
+    // Where the first key block at a tile of dQ stores and the others wait for that, those of one head that start together start at query
+    // blocks of their own: under a causal mask, or a window, by themselves (then on = 0, or the same for all), else on the diagonal. Not in
     // deterministic mode, where a tile takes the key blocks in ascending order.
     const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
-    const bool round = !params.deterministic && query_block_begin < query_block_end;
+    const bool round = arguments.first_stores && !params.deterministic && query_block_begin < query_block_end;
     return {batch,
             head_k,
             key_block,
