@@ -160,9 +160,9 @@ def environment() -> dict:
 
 
 def git_state(ignored: Path) -> dict:
-    """Commit and whether the tree differs from it (the record itself aside). HF_FLASH2_COMMIT names it where there is no repository."""
+    """Commit and whether the tree differs from it (the record itself aside). HF_FLASH2_COMMIT names it for a copy without its repository."""
     commit = _output("git", "rev-parse", "HEAD")
-    if commit is None:
+    if commit is None or "HF_FLASH2_COMMIT" in os.environ:
         return {"commit": os.environ.get("HF_FLASH2_COMMIT"), "dirty": None}
     changed = (_output("git", "status", "--porcelain", "--untracked-files=all") or "").splitlines()
     return {"commit": commit, "dirty": any((ROOT / line[3:]).resolve() != ignored.resolve() for line in changed)}
