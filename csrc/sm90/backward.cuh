@@ -103,7 +103,6 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const int consumer = threadIdx.x / 128, thread = threadIdx.x % 128;
-  const bool elected = thread == 0;
   const uint32_t keys = shared.k() + consumer * (64 * 128), values = shared.v() + consumer * (64 * 128);  // this consumer's rows of a panel
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN + consumer * 64);
   const float scale_log2 = params.forward.softmax_scale * kLog2e;
@@ -162,7 +161,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     async_proxy_fence();
     named_barrier_arrive(dq_full(consumer), kDqThreads);
     wgmma_wait<0>();
-    if (elected) mbarrier_arrive(shared.empty(stage));
+    mbarrier_arrive(shared.empty(stage));
   };
 
   if (task.query_block_begin < task.query_block_end) {

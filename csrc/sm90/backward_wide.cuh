@@ -62,7 +62,6 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
                                                const BackwardTask& task) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
   const HfFlash2BackwardParams& params = arguments.params;
-  const bool elected = threadIdx.x % 128 == 0;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   const float scale_log2 = params.forward.softmax_scale * kLog2e;
   float dv[kHeadDimV / 8][4];
@@ -92,7 +91,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     consumers_meet<Shape>();  // dS is complete
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
     wgmma_wait<1>();
-    if (elected) mbarrier_arrive(shared.empty(stage));
+    mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
     add_query_gradient<Shape, kColumns>(params, task, dq, 0, query_block, tile);
@@ -107,7 +106,6 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
                                              const BackwardTask& task) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kSecondColumns;
   const HfFlash2BackwardParams& params = arguments.params;
-  const bool elected = threadIdx.x % 128 == 0;
   float dk[kHeadDim / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
@@ -138,7 +136,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
                                              shared.k() + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
     wgmma_wait<1>();
-    if (elected) mbarrier_arrive(shared.empty(stage));
+    mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
     add_query_gradient<Shape, kColumns>(params, task, dq, Shape::kFirstColumns, query_block, tile);
