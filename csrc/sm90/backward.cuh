@@ -5,8 +5,8 @@
 // heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last, one
 // thread loads and one warp adds dQ to global memory. Only dS goes through shared memory, once, for dQ = dS K, which contracts over the keys
 // of both warpgroups: each computes 64 x 64 of it.
-// PERF: what the whole backward reaches is in docs/h200. A profile of one H200 at d 128, 4k: a step of 64 queries takes 3,500 cycles, its products
-// 2,560. Tried and left: dK of a step under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector
+// PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles, its
+// products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector
 // reductions from registers (16k: 586 -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
 #pragma once
 #include "device/semaphore.cuh"
