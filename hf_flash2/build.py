@@ -379,15 +379,16 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
             jobs.append(Job(source, unit.label, of_family[unit.family]))
     if not jobs:
         raise BuildError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
+    if not of_family["sm80"]:
+        raise BuildError("hf_flash2: 90a names the Hopper kernels alone, which leave dropout and more to the others; use '90;90a'")
     built = [target for arch in archs if any(arch in job.archs for job in jobs) for target in arch.targets]
     defines = (
         f'HF_FLASH2_VERSION="{package_version()}"',
         f'HF_FLASH2_ARCHS="{",".join(built)}"',
         f'HF_FLASH2_HEAD_DIMS="{",".join(map(str, head_dims))}"',
     )
-    general = of_family["sm80"] or tuple(archs)
     for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("*.cu")]):
-        jobs.append(Job(source, source.stem, general if source.suffix == ".cu" else (), defines))
+        jobs.append(Job(source, source.stem, of_family["sm80"] if source.suffix == ".cu" else (), defines))
     return jobs
 
 

@@ -30,7 +30,13 @@ def main(argv: list[str] | None = None) -> int:
             if name in NEED_TORCH and torch_problem is not None:
                 print(f"hf-flash2 {name} needs torch: {torch_problem}", file=sys.stderr)
                 return 1
-            command = import_module(f"hf_flash2.{name}")
+            try:
+                command = import_module(f"hf_flash2.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != "transformers":
+                    raise
+                print(f"hf-flash2 {name} needs Transformers: pip install transformers", file=sys.stderr)
+                return 1
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)

@@ -160,7 +160,7 @@ def environment() -> dict:
 
 
 def git_state(ignored: Path) -> dict:
-    """Commit and whether the tree differs from it (the record itself aside). HF_FLASH2_COMMIT names it for a copy without its repository."""
+    """Commit and whether the tree differs from it (the record itself aside). HF_FLASH2_COMMIT names it for a copy without one."""
     commit = _output("git", "rev-parse", "HEAD")
     if commit is None or "HF_FLASH2_COMMIT" in os.environ:
         return {"commit": os.environ.get("HF_FLASH2_COMMIT"), "dirty": None}

@@ -408,6 +408,13 @@ def test_narrowed_build_says_so_in_the_library(tree):
 
 
 @needs_compiler
+def test_the_hopper_kernels_alone_are_refused_before_anything_is_compiled(tmp_path):
+    with pytest.raises(build.BuildError, match="names the Hopper kernels alone.*use '90;90a'"):
+        build.build(archs="90a", head_dims="64", build_folder=tmp_path, output=tmp_path / "library.so")
+    assert not list(tmp_path.rglob("*.o"))
+
+
+@needs_compiler
 def test_library_hides_the_cuda_runtime(tree):
     tree.build(head_dims="64")
     symbols = subprocess.run(["nm", "-D", "--defined-only", tree.output], capture_output=True, text=True, check=True).stdout

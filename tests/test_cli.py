@@ -129,6 +129,13 @@ def test_commands_that_need_torch_say_so_without_it(without_torch, command):
     assert "Traceback" not in done.stderr and "install torch" in done.stderr
 
 
+def test_parity_without_transformers_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "hf_flash2.parity", raising=False)
+    assert cli.main(["parity"]) == 1
+    assert capsys.readouterr().err == "hf-flash2 parity needs Transformers: pip install transformers\n"
+
+
 def test_public_names_without_torch_say_why(without_torch):
     run, message = without_torch
     for statement in ("from hf_flash2 import flash_attn_func", "import hf_flash2; hf_flash2.patch", "from hf_flash2 import *"):
