@@ -8,6 +8,7 @@ so `Corpus.fingerprint` names the text that a run really used.
 import ast
 import functools
 import hashlib
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -141,6 +142,11 @@ def _stdlib_pairs() -> Iterator[Pair]:
             yield from _pairs_of_file(path, relative)
 
 
+def _lines(text: str) -> list[str]:
+    """As the parser counts them: str.splitlines also splits at form feeds, which some modules have between their parts."""
+    return [line for line in re.split(r"(?<=\n)", text) if line]
+
+
 def _pairs_of_file(path: Path, name: Path) -> Iterator[Pair]:
     try:
         source = path.read_text(encoding="utf-8")
@@ -149,12 +155,12 @@ def _pairs_of_file(path: Path, name: Path) -> Iterator[Pair]:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, OSError):  # files kept in the library to be broken, or in other encodings
         return
-    lines = source.splitlines(keepends=True)
+    lines = _lines(source)
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or ast.get_docstring(node) is None or len(node.body) < 2:
             continue
         docstring, first = node.body[0], node.body[1]
-        function = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).splitlines(keepends=True)
+        function = _lines(textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])))
         if first.lineno == docstring.end_lineno or function[0][0].isspace():
             continue  # two statements on one line cannot be cut by lines; a string that starts in column 0 cannot be dedented
         cut = docstring.end_lineno - node.lineno + 1

@@ -42,13 +42,21 @@ def losses(folder: Path) -> dict[str, list[float]]:
 def test_pairs_are_documented_functions():
     corpus = load_corpus()
     assert len(corpus.train) > 4000
-    for pair in corpus.evaluation:
+    for pair in corpus.train + corpus.evaluation:
         [function] = ast.parse(pair.prompt + pair.completion).body
         assert ast.get_docstring(function)
         with pytest.raises(SyntaxError):  # a body alone does not parse at the top level, so that the cut is behind the docstring
             ast.parse(pair.completion)
         [documented] = ast.parse(pair.prompt).body
         assert len(documented.body) == 1
+
+
+def test_form_feeds_do_not_shift_the_cut(tmp_path):
+    """Older standard libraries have them between classes; Python counts lines by newlines only."""
+    (tmp_path / "old.py").write_text('x = 1\n\f\ndef f(a):\n    """Text."""\n    return a\n')
+    assert list(stdlib_data._pairs_of_file(tmp_path / "old.py", Path("old.py"))) == [
+        stdlib_data.Pair('def f(a):\n    """Text."""\n', "    return a\n", "old.py:3")
+    ]
 
 
 def test_split_is_disjoint_and_the_same_in_every_process():
