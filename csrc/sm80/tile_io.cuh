@@ -24,8 +24,8 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const T* head, in
 #pragma unroll
     for (int group = 0; group < kColumns / 8 / kGroup; ++group) {
       const bool valid = row_valid && (group * kGroup + lane_chunk) * 8 < columns;
-      cp_async_16(destination + pass * kRowsPerPass * Swizzle<kColumns>::kRowBytes + group * kGroup * 16,
-                  source + group * kGroup * 8, valid);
+      cp_async_16(destination + pass * kRowsPerPass * Swizzle<kColumns>::kRowBytes + group * kGroup * 16, source + group * kGroup * 8,
+                  valid);
     }
     source += kRowsPerPass * token_stride;
   }
