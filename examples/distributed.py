@@ -141,6 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()
             writer.writerows(rows)
+    dist.barrier()  # no process leaves while another still needs it
     dist.destroy_process_group()
 
 

@@ -178,6 +178,7 @@ def test_distributed_trains_alike_with_every_strategy_and_arm(tmp_path):
 def train_distributed_as(rank: int, port: int, arguments: list[str]) -> None:
     join(rank, port)
     distributed.main(arguments)
+    os._exit(0)  # gloo's threads can abort the interpreter's shutdown, after everything has been written: see tests/patches/ranks.py
 
 
 # -------------------------------------------------------------------------------------------------------------------- patch, generate
