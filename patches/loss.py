@@ -5,8 +5,6 @@ Here the head runs on the rows that have a label only, chunk by chunk. For a pla
 its loss, while its logits exist; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -90,19 +88,17 @@ def chunked_cross_entropy(
     """
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
     chunk_rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    labels = labels.to(hidden_states.device)
     if is_plain_linear(head, hidden_states):
-        items = float(labels.shape[0] if num_items_in_batch is None else num_items_in_batch)
-        scale = 1.0 / items if items else math.nan
-        return _LinearCrossEntropy.apply(hidden_states, head.weight, labels.to(hidden_states.device), scale, chunk_rows)
-    sums = [
-        checkpoint(_cross_entropy_sum, chunk, chunk_labels.to(chunk.device), head, use_reentrant=False)
-        for chunk, chunk_labels in zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
-    ]
+        total = _LinearCrossEntropy.apply(hidden_states, head.weight, labels, chunk_rows)
+    else:
+        chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
+        total = torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
     if num_items_in_batch is None:
         num_items_in_batch = labels.shape[0]
     elif isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(sums[0].device)
-    return torch.stack(sums).sum() / num_items_in_batch
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
 
 
 def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
@@ -129,13 +125,13 @@ def _product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """scale * sum of the cross-entropy of hidden_states weight^T, with its gradients computed along with it.
+    """The sum of the cross-entropy of hidden_states weight^T, with its gradients computed along with it.
 
-    d loss / d logits = scale (softmax(logits) - one_hot(labels)). Scale is applied behind the products, in their float32 accumulators.
+    d loss / d logits = softmax(logits) - one_hot(labels).
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, labels, scale, chunk_rows):
+    def forward(ctx, hidden_states, weight, labels, chunk_rows):
         dtype, grad_hidden, grad_weight = _product_dtype(hidden_states), None, None
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.zeros_like(hidden_states)
@@ -154,26 +150,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # PERF: exp rounds as it stores, over the logits; the target's value is formed before rounding, as p - 1 cancels.
                 grad = torch.exp(log_p, out=logits).scatter_(1, targets, torch.expm1(log_p_target).to(dtype))
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], grad, columns, scale)
+                    _add_product(grad_hidden[rows], grad, columns)
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad.t(), x, scale)
+                    _add_product(grad_weight, grad.t(), x)
         ctx.gradients = (grad_hidden, grad_weight)
-        return loss * scale
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):
         # PERF: one pass in float32 arithmetic; a scalar tensor would be rounded to the gradients' dtype first.
         factor = grad_loss.reshape(1, 1)
-        return *(None if x is None else torch.mul(x, factor, out=torch.empty_like(x)) for x in ctx.gradients), None, None, None
+        return *(None if x is None else torch.mul(x, factor, out=torch.empty_like(x)) for x in ctx.gradients), None, None
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """total += scale * a b, scaled and, where the dtypes agree, added before rounding."""
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, where the dtypes agree before rounding."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b, alpha=scale)
+        total.addmm_(a, b)
     else:
-        total.add_(a @ b, alpha=scale)
+        total += a @ b
 
 
 def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:

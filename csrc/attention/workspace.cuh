@@ -10,7 +10,7 @@ namespace hf_flash2 {
 struct Workspace {
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
-  int32_t* semaphores;  // [H, blocks]: who may write to a block of dq when (see the kernels); 0 before the first
+  int32_t* semaphores;  // [H, blocks]: who may write to a block of dq when; see preprocess.cuh and the kernels
   int64_t blocks;       // query blocks of one head, over all sequences
 
   __host__ __device__ static int64_t query_blocks(const HfFlash2ForwardParams& params, int block_m) {
