@@ -61,7 +61,8 @@ void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
   const int64_t strides[] = {tensor.batch_stride, tensor.token_stride, tensor.head_stride};
   for (int64_t stride : strides)
     if (stride % 8 != 0) reject(std::string("strides of ") + name, "multiples of 8 elements", std::to_string(stride));
-  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) reject(std::string("address of ") + name, "a multiple of 16", "one that is not");
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0)
+    throw LaunchError(kErrorMisaligned, std::string("address of ") + name + " must be a multiple of 16");
   if (packed && tensor.batch_stride != 0) reject(std::string("batch stride of packed ") + name, "0", std::to_string(tensor.batch_stride));
 }
 
@@ -192,6 +193,31 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
   });
 }
 
+HfFlash2ForwardParams with_addresses(HfFlash2ForwardParams params, const HfFlash2ForwardAddresses& addresses) {
+  params.stream = addresses.stream;
+  params.q.data = addresses.q;
+  params.k.data = addresses.k;
+  params.v.data = addresses.v;
+  params.out.data = addresses.out;
+  params.softmax_lse = addresses.softmax_lse;
+  params.sequences_q = addresses.sequences_q;
+  params.sequences_k = addresses.sequences_k;
+  params.key_mask = addresses.key_mask;
+  params.rng_state = addresses.rng_state;
+  return params;
+}
+
+HfFlash2BackwardParams with_addresses(HfFlash2BackwardParams params, const HfFlash2BackwardAddresses& addresses) {
+  params.forward = with_addresses(params.forward, addresses.forward);
+  params.dout.data = addresses.dout;
+  params.dq.data = addresses.dq;
+  params.dk.data = addresses.dk;
+  params.dv.data = addresses.dv;
+  params.dlse = addresses.dlse;
+  params.workspace = addresses.workspace;
+  return params;
+}
+
 // Runs f() and turns what it throws into an error code.
 template <typename F>
 auto guarded(const F& f) -> decltype(f()) {
@@ -239,18 +265,19 @@ int compute_capability(int device) {
 
 using namespace hf_flash2;
 
-int hf_flash2_forward(const HfFlash2ForwardParams* params) {
+int hf_flash2_forward(const HfFlash2ForwardParams* layout, const HfFlash2ForwardAddresses* addresses) {
   return guarded([&]() -> int {
-    check_forward(*params);
-    const DeviceGuard guard(params->device);
-    const HfFlash2Family family = choose_family(params->family, reason_not_sm90(*params));
-    dispatch_head_dim<void>(*params, [&](auto head_dim) {
-      dispatch_dtype(params->dtype, [&](auto dtype) {
+    const HfFlash2ForwardParams params = with_addresses(*layout, *addresses);
+    check_forward(params);
+    const DeviceGuard guard(params.device);
+    const HfFlash2Family family = choose_family(params.family, reason_not_sm90(params));
+    dispatch_head_dim<void>(params, [&](auto head_dim) {
+      dispatch_dtype(params.dtype, [&](auto dtype) {
         constexpr int kHeadDim = decltype(head_dim)::value;
         if constexpr (kHasSm90) {
-          if (family == kSm90) return sm90::run_forward<kHeadDim, decltype(dtype)>(*params);
+          if (family == kSm90) return sm90::run_forward<kHeadDim, decltype(dtype)>(params);
         }
-        sm80::run_forward<kHeadDim, decltype(dtype)>(*params);
+        sm80::run_forward<kHeadDim, decltype(dtype)>(params);
       });
     });
     return family;
@@ -261,22 +288,24 @@ int hf_flash2_forward_family(int device, int family) {
   return guarded([&]() -> int { return choose_family(family, reason_not_sm90(device)); });
 }
 
-int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params) {
+int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* layout, const HfFlash2BackwardAddresses* addresses) {
   return guarded([&]() -> int64_t {
-    check_backward(*params);
-    return choose_backward(*params).workspace_bytes(*params);
+    const HfFlash2BackwardParams params = with_addresses(*layout, *addresses);
+    check_backward(params);
+    return choose_backward(params).workspace_bytes(params);
   });
 }
 
-int hf_flash2_backward(const HfFlash2BackwardParams* params) {
+int hf_flash2_backward(const HfFlash2BackwardParams* layout, const HfFlash2BackwardAddresses* addresses) {
   return guarded([&]() -> int {
-    check_backward(*params);
-    const DeviceGuard guard(params->forward.device);
-    const BackwardKernels kernels = choose_backward(*params);
-    const int64_t needed = kernels.workspace_bytes(*params);
-    if (params->workspace_bytes < static_cast<uint64_t>(needed))
-      reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params->workspace_bytes));
-    kernels.run(*params);
+    const HfFlash2BackwardParams params = with_addresses(*layout, *addresses);
+    check_backward(params);
+    const DeviceGuard guard(params.forward.device);
+    const BackwardKernels kernels = choose_backward(params);
+    const int64_t needed = kernels.workspace_bytes(params);
+    if (params.workspace_bytes < static_cast<uint64_t>(needed))
+      reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params.workspace_bytes));
+    kernels.run(params);
     return kernels.family;
   });
 }

@@ -5,15 +5,17 @@
 
 #define HF_FLASH2_API extern "C" __attribute__((visibility("default")))
 
-HF_FLASH2_API int hf_flash2_forward(const HfFlash2ForwardParams* params);
-HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params);
+// Addresses in the params are not read: `addresses` has them.
+HF_FLASH2_API int hf_flash2_forward(const HfFlash2ForwardParams* params, const HfFlash2ForwardAddresses* addresses);
+HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params, const HfFlash2BackwardAddresses* addresses);
 
 // The family that hf_flash2_forward runs a plain call on (no dropout, no expanded tensors) when the params ask for `family`, kAuto included;
 // negative, as there, when it cannot. `device` has passed hf_flash2_check_device.
 HF_FLASH2_API int hf_flash2_forward_family(int device, int family);
 
-// Device scratch that hf_flash2_backward needs for these params, in bytes (only shapes are read); negative on error.
-HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params);
+// Device scratch that hf_flash2_backward needs for these params, in bytes, whatever the addresses, as long as the same ones are null; negative
+// on error.
+HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params, const HfFlash2BackwardAddresses* addresses);
 
 // Rotary position embedding of q and k; returns 0.
 HF_FLASH2_API int hf_flash2_rotary(const HfFlash2RotaryParams* params);

@@ -1,5 +1,6 @@
 // The C ABI of libhf_flash2.so: the data that crosses from Python into the kernels.
-// Plain data, no torch, no CUDA headers. Fields are ordered by size (8-byte fields first, then 4-byte) so that the layout has no holes
+// Plain data, no torch, no CUDA headers. What stays the same from call to call (shapes, strides, numbers) is packed once, as Params whose
+// addresses are null; the addresses, which change, come beside them as Addresses, in the same order. Fields are ordered by size (8-byte fields first, then 4-byte) so that the layout has no holes
 // except at the end; hf_flash2/kernels.py packs the same layout and the library refuses a struct whose size differs.
 // Strides are in elements. "dense" means q [B, Sq, H, D]; "packed" means q [Tq, H, D] with cu_seqlens.
 #pragma once
@@ -76,6 +77,30 @@ typedef struct HfFlash2BackwardParams {
   int32_t reserved;
 } HfFlash2BackwardParams;
 
+// What a call puts into the params of its layout.
+typedef struct HfFlash2ForwardAddresses {
+  void* stream;  // cudaStream_t
+  void* q;
+  void* k;
+  void* v;
+  void* out;
+  float* softmax_lse;
+  HfFlash2Sequences sequences_q;
+  HfFlash2Sequences sequences_k;
+  const uint8_t* key_mask;
+  const int64_t* rng_state;
+} HfFlash2ForwardAddresses;
+
+typedef struct HfFlash2BackwardAddresses {
+  HfFlash2ForwardAddresses forward;
+  void* dout;
+  void* dq;
+  void* dk;
+  void* dv;
+  const float* dlse;
+  void* workspace;
+} HfFlash2BackwardAddresses;
+
 typedef struct HfFlash2RotaryParams {
   uint64_t struct_size;  // sizeof(HfFlash2RotaryParams), checked
   void* stream;          // cudaStream_t
@@ -111,4 +136,5 @@ enum HfFlash2Error {
   kErrorArgument = -2,     // a value no kernel accepts; hf_flash2_last_error() names it
   kErrorUnsupported = -3,  // this device, or this build of the library, has no kernel for it
   kErrorCuda = -4,         // the CUDA runtime refused; hf_flash2_last_error() has its words
+  kErrorMisaligned = -5,   // an address is no multiple of 16; a copy of the tensor would do
 };

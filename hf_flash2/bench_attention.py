@@ -587,23 +587,23 @@ def families_that_ran() -> Iterator[set[str]]:
     """The kernel families of our calls inside the with block: a family without a backward for a head dim gives way to another one."""
     ran: set[str] = set()
     names = {number: name for name, number in native.FAMILIES.items()}
-    originals = {name: getattr(kernels, name) for name in ("forward", "backward")}
+    originals = {name: getattr(kernels.Layout, name) for name in ("forward", "backward")}
 
-    def recorded(original: Callable[..., int]) -> Callable[..., int]:
-        def call(*args: object) -> int:
-            family = original(*args)
+    def recorded(original: Callable[..., tuple]) -> Callable[..., tuple]:
+        def call(*args: object) -> tuple:
+            *results, family = original(*args)
             ran.add(names[family])
-            return family
+            return *results, family
 
         return call
 
     for name, original in originals.items():
-        setattr(kernels, name, recorded(original))
+        setattr(kernels.Layout, name, recorded(original))
     try:
         yield ran
     finally:
         for name, original in originals.items():
-            setattr(kernels, name, original)
+            setattr(kernels.Layout, name, original)
 
 
 def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row] = ()) -> list[Row]:

@@ -27,7 +27,7 @@ Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work P
 import torch
 import torch.nn.functional as F
 
-from . import ops
+from . import native, ops
 from .support import HEAD_DIM_MULTIPLE, reason_unsupported
 
 
@@ -53,9 +53,10 @@ def flash_attn_func(
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
-    return flash_attn_ranges_func(
-        q, k, v, None, None, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return _attention(
+        _check_batch, q, k, v, None, None, None, None, None,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_ranges_func(
@@ -89,30 +90,10 @@ def flash_attn_ranges_func(
 
     `hf_flash2.packing.padded_batch` makes the three from a 2-D attention mask.
     """
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"q, k, v must have 4 dimensions [batch, seqlen, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
-            "for packed [tokens, heads, head_dim] tensors use flash_attn_varlen_func"
-        )
-    batch, seqlen_q, _, _ = q.shape
-    batch_k, seqlen_k, _, _ = k.shape
-    if not batch == batch_k == v.shape[0]:
-        raise ValueError(f"q, k, v must have the same batch size, got {batch}, {batch_k}, {v.shape[0]}")
-    if ranges_q is not None:
-        _check_ranges("ranges_q", ranges_q, (2,), batch, q.device)
-    if ranges_k is not None:
-        _check_ranges("ranges_k", ranges_k, (2, 3) if key_mask is None else (3,), batch, q.device)
-    if key_mask is not None:
-        if ranges_k is None:
-            raise ValueError("key_mask needs ranges_k [3, B]; hf_flash2.packing.padded_batch makes both from an attention mask")
-        if tuple(key_mask.shape) != (batch, seqlen_k) or key_mask.dtype not in (torch.bool, torch.uint8) or key_mask.stride(-1) != 1:
-            raise ValueError(
-                f"key_mask must be a bool or uint8 tensor of shape [{batch}, {seqlen_k}] with last stride 1, "
-                f"got {key_mask.dtype} {list(key_mask.shape)}, strides {list(key_mask.stride())}"
-            )
+    if key_mask is not None and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
     return _attention(
-        q, k, v, ranges_q, ranges_k, key_mask, seqlen_q, seqlen_k,
+        _check_batch, q, k, v, ranges_q, ranges_k, key_mask, None, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -149,6 +130,118 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
+    return _attention(
+        _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+    )  # fmt: skip
+
+
+# How calls on a GPU run that have passed every check, by all that was looked at; with it, v's head dim where that has to be padded, else 0.
+_plans: dict[tuple, tuple[ops.Plan, int]] = {}
+_UNKNOWN = (None, 0)
+_MAX_PLANS = 1024  # where lengths change from batch to batch, there is no end of layouts
+
+
+def _attention(
+    check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table=None,
+):  # fmt: skip
+    """Every function above: `check` is what it asks of its tensors; max_seqlen_q and _k are None for dense ones.
+
+    PERF: on the host of an H200, checking and packing take longer than a short kernel, so what has passed is not checked again: a call is
+    looked up by everything that the checks look at. (But for the values of cu_seqlens, which nobody looks at on a GPU.)
+    """
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    key, plan, padded = None, None, 0
+    if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v):
+        key = (
+            check, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            None if seqlens_q is None else _form(seqlens_q), None if seqlens_k is None else _form(seqlens_k),
+            None if key_mask is None else _form(key_mask), max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
+        )  # fmt: skip
+        try:
+            plan, padded = _plans.get(key, _UNKNOWN)
+        except TypeError:  # not hashable: the checks say what is wrong
+            key = None
+    if plan is None:
+        check(q, k, v, seqlens_q, seqlens_k, key_mask)
+        if max_seqlen_q is None:
+            max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+        scale, window = _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
+        padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
+    if padded:
+        q, k, v = map(_pad_head_dim, (q, k, v))
+    if plan is None:
+        if scale <= 0:  # the kernels take the row maximum before scaling
+            q, scale, key = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0, None
+        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, deterministic)
+        if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
+            plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = (plan, padded)
+    # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
+    rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    if plan is not None and not return_attn_probs and not padded:
+        dense = seqlens_q is seqlens_k is rng_state is None
+        return plan.attention(q, k, v, ops.DENSE if dense else (seqlens_q, seqlens_k, key_mask, rng_state))
+    sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
+    out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers) if plan is None else plan.attention_with_lse(q, k, v, sequences)
+    if padded:
+        out = out[..., :padded]
+    return (out, softmax_lse, None) if return_attn_probs else out
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _form(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table) -> tuple:
+    """softmax_scale and window_size as they are meant, once everything but the layout of the sequences has passed."""
+    head_dim, head_dim_v = _check_tensors(q, k, v)
+    reason = reason_unsupported(
+        q.device.type, q.dtype, max(head_dim, head_dim_v), softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    window_left, window_right = window_size
+    if window_left < -1 or window_right < -1:
+        raise ValueError(f"window_size must be (left, right) with -1 for unlimited, got {tuple(window_size)}")
+    return head_dim**-0.5 if softmax_scale is None else softmax_scale, (window_left, 0 if causal else window_right)
+
+
+def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"q, k, v must have 4 dimensions [batch, seqlen, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
+            "for packed [tokens, heads, head_dim] tensors use flash_attn_varlen_func"
+        )
+    batch, seqlen_q, _, _ = q.shape
+    batch_k, seqlen_k, _, _ = k.shape
+    if not batch == batch_k == v.shape[0]:
+        raise ValueError(f"q, k, v must have the same batch size, got {batch}, {batch_k}, {v.shape[0]}")
+    if ranges_q is not None:
+        _check_ranges("ranges_q", ranges_q, (2,), batch, q.device)
+    if ranges_k is not None:
+        _check_ranges("ranges_k", ranges_k, (2, 3) if key_mask is None else (3,), batch, q.device)
+    if key_mask is not None:
+        if ranges_k is None:
+            raise ValueError("key_mask needs ranges_k [3, B]; hf_flash2.packing.padded_batch makes both from an attention mask")
+        if tuple(key_mask.shape) != (batch, seqlen_k) or key_mask.dtype not in (torch.bool, torch.uint8) or key_mask.stride(-1) != 1:
+            raise ValueError(
+                f"key_mask must be a bool or uint8 tensor of shape [{batch}, {seqlen_k}] with last stride 1, "
+                f"got {key_mask.dtype} {list(key_mask.shape)}, strides {list(key_mask.stride())}"
+            )
+
+
+def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
             f"q, k, v must have 3 dimensions [tokens, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
@@ -161,45 +254,6 @@ def flash_attn_varlen_func(
             f"cu_seqlens_q and cu_seqlens_k must describe the same number of sequences, got {cu_seqlens_q.shape[0] - 1} and "
             f"{cu_seqlens_k.shape[0] - 1}"
         )
-    return _attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, None, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-    )  # fmt: skip
-
-
-def _attention(
-    q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table=None,
-):  # fmt: skip
-    head_dim, head_dim_v = _check_tensors(q, k, v)
-    reason = reason_unsupported(
-        q.device.type, q.dtype, max(head_dim, head_dim_v), softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table
-    )
-    if reason is not None:
-        raise ValueError(reason)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    window_left, window_right = window_size
-    if window_left < -1 or window_right < -1:
-        raise ValueError(f"window_size must be (left, right) with -1 for unlimited, got {tuple(window_size)}")
-    if causal:
-        window_right = 0
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim_v % HEAD_DIM_MULTIPLE:
-        q, k, v = map(_pad_head_dim, (q, k, v))
-    if softmax_scale <= 0:  # the kernels take the row maximum before scaling
-        q, softmax_scale = q * (-1.0 if softmax_scale < 0 else 0.0), -softmax_scale or 1.0
-    # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
-    rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    out, softmax_lse = ops.attention(
-        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
-        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
-    )  # fmt: skip
-    if head_dim_v % HEAD_DIM_MULTIPLE:
-        out = out[..., :head_dim_v]
-    return (out, softmax_lse, None) if return_attn_probs else out
 
 
 def _pad_head_dim(x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +263,7 @@ def _pad_head_dim(x: torch.Tensor) -> torch.Tensor:
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
     """The head dims of q (and k) and of v, once everything else about the three tensors fits."""
-    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape  # PERF: each attribute of a tensor costs 0.1 us, so they are read once
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or run under torch.autocast")
     if not q.device == k.device == v.device:

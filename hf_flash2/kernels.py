@@ -11,87 +11,154 @@ from . import native
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
-# Layouts of csrc/params.h, in order. Q = pointer or size, q = int64, i = int32, f = float.
+# Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
 _FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
+_FORWARD_ADDRESSES = struct.Struct("=12Q")
+_BACKWARD_ADDRESSES = struct.Struct("=18Q")
 _ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
 
-
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    seqlens_q: torch.Tensor | None,
-    seqlens_k: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    dropout_p: float,
-) -> int:
-    """Run the forward kernel on the current stream of q's device, into out and softmax_lse. Returns the kernel family that ran."""
-    native.check_device(q.get_device())
-    lib = native.library()
-    copies: list[torch.Tensor] = []
-    params = _pack_forward(
-        copies, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
-        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
-    )  # fmt: skip
-    return native.checked(lib, lib.hf_flash2_forward(params))
+# seqlens_q, seqlens_k, key_mask, rng_state, as in ops.py. DENSE itself, not an equal tuple, takes the short way.
+Sequences = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+DENSE: Sequences = (None, None, None, None)
+_NO_SEQUENCES = (0, 0, 0, 0, 0, 0)
 
 
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    seqlens_q: torch.Tensor | None,
-    seqlens_k: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    dropout_p: float,
-    deterministic: bool,
-) -> int:
-    """Run the backward kernels on the current stream of q's device, into dq, dk, dv. Returns the kernel family that ran.
+class Layout:
+    """Attention on tensors of one layout: everything about its calls but the addresses, packed once.
 
-    Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query row
-    and head.
+    Args:
+        q, k, v: tensors that the kernels can read (`is_readable`). seqlens_q, seqlens_k, key_mask: as in ops.py, and so are the numbers.
+            Of a tensor, only dtype, device, shape and strides matter.
+
+    PERF: packing takes the host of an H200 some 10 us, its lookup 3. What is kept holds no memory of the device but a single number.
     """
-    native.check_device(q.get_device())
-    lib = native.library()
-    if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
-        dout = dout.contiguous()
-    copies: list[torch.Tensor] = []
-    forward_params = _pack_forward(
-        copies, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
-        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
-    )  # fmt: skip
-    tensors = (*_input(dout, copies), *_output(dq), *_output(dk), *_output(dv))
-    head = struct.pack("=Q", _BACKWARD_SIZE) + forward_params
 
-    def pack(workspace: int, workspace_bytes: int) -> bytes:
-        return head + _BACKWARD_TAIL.pack(*tensors, _pointer(dlse), workspace, workspace_bytes, int(deterministic), 0)
+    __slots__ = ("_backwards", "_device", "_forward", "_gaps", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
 
-    workspace_bytes = native.checked(lib, lib.hf_flash2_backward_workspace_bytes(pack(0, 0)))
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=q.device)
-    return native.checked(lib, lib.hf_flash2_backward(pack(workspace.data_ptr(), workspace_bytes)))
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seqlens_q: torch.Tensor | None,
+        seqlens_k: torch.Tensor | None,
+        key_mask: torch.Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+        dropout_p: float,
+    ):
+        self._device = device = q.get_device()
+        native.check_device(device)
+        self._library = native.library()
+        self._strides = (q.stride(), k.stride(), v.stride())
+        self._numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
+        self._gaps = _has_gaps(seqlens_q), _has_gaps(seqlens_k)
+        *batch, tokens_q, heads_q, head_dim = q.shape
+        tokens_k, heads_k, head_dim_v = v.shape[-3:]
+        # PERF: empty_like of a tensor takes the host half the time of empty with shape, dtype and device.
+        element, element_of_lse = (torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32))
+        self._outputs = element.expand(*q.shape[:-1], head_dim_v), element_of_lse.expand(*batch, heads_q, tokens_q)
+        self._gradients = tuple(element.expand(x.shape) for x in (q, k, v))
+        out, softmax_lse = map(torch.empty_like, self._outputs)
+        self._packed = packed = q.dim() == 3
+        self._forward = _FORWARD.pack(
+            _FORWARD.size, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
+            0, 0 if packed else softmax_lse.stride(0), softmax_lse.stride(-2), 0, 0, 0, 0,
+            0, 0 if key_mask is None else key_mask.stride(0), 0,
+            device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
+            max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
+            native.forced_family(), softmax_scale, dropout_p,
+        )  # fmt: skip
+        self._backwards: dict[tuple, tuple[bytes, torch.Tensor]] = {}  # (params, something as large as the workspace)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Run the forward kernel on the current stream of q's device. Returns out, softmax_lse and the kernel family that ran.
+
+        Raises MisalignedError where an address is not a multiple of 16: see `aligned`.
+        """
+        out_like, lse_like = self._outputs
+        if self._gaps[0]:
+            out, softmax_lse = torch.zeros_like(out_like), torch.full_like(lse_like, float("inf"))
+        else:
+            out, softmax_lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        addresses = _FORWARD_ADDRESSES.pack(
+            _current_stream(self._device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
+            *(_NO_SEQUENCES if sequences is DENSE else self._sequence_addresses(*sequences)),
+        )  # fmt: skip
+        family = self._library.hf_flash2_forward(self._forward, addresses)
+        if family < 0:
+            native.checked(self._library, family)
+        return out, softmax_lse, family
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        sequences: Sequences,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Run the backward kernels on the current stream of q's device. Returns dq, dk, dv and the kernel family that ran.
+
+        Args:
+            out, softmax_lse: as `forward` returned them. dout: of any strides; dlse: None = zero.
+
+        Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query
+        row and head.
+        """
+        if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
+            dout = dout.contiguous()
+        dout = _aligned(readable(dout))
+        dlse = None if dlse is None else dlse.contiguous()
+        new = [torch.zeros_like if gaps else torch.empty_like for gaps in self._gaps]
+        dq, dk, dv = (create(like) for create, like in zip((new[0], new[1], new[1]), self._gradients, strict=True))
+        addresses = (
+            _current_stream(self._device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
+            *self._sequence_addresses(*sequences), dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), _address(dlse),
+        )  # fmt: skip
+        lib, key = self._library, (dout.stride(), deterministic)
+        found = self._backwards.get(key)
+        if found is None:
+            found = self._backwards[key] = self._pack_backward(lib, (dout, dq, dk, dv), addresses, deterministic)
+        params, workspace_like = found
+        workspace = torch.empty_like(workspace_like)
+        family = lib.hf_flash2_backward(params, _BACKWARD_ADDRESSES.pack(*addresses, workspace.data_ptr()))
+        return dq, dk, dv, native.checked(lib, family)
+
+    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> bool:
+        """Whether tensors of the right shapes have the strides of this layout."""
+        return (q.stride(), k.stride(), v.stride()) == self._strides and out.is_contiguous() and softmax_lse.is_contiguous()
+
+    def aligned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
+    ) -> tuple["Layout", torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What to call instead when `forward` or `backward` raises native.MisalignedError: another layout, and q, k, v as copies."""
+        q, k, v = map(_aligned, (q, k, v))
+        return Layout(q, k, v, *sequences[:3], *self._numbers), q, k, v
+
+    def _pack_backward(self, lib, tensors, addresses, deterministic: bool) -> tuple[bytes, torch.Tensor]:
+        """The params, and something as large as the workspace."""
+        head = struct.pack("=Q", _BACKWARD_SIZE) + self._forward
+        tensors = [field for x in tensors for field in _unaddressed(x)]
+
+        def pack(workspace_bytes: int) -> bytes:
+            return head + _BACKWARD_TAIL.pack(*tensors, 0, 0, workspace_bytes, int(deterministic), 0)
+
+        needed = native.checked(lib, lib.hf_flash2_backward_workspace_bytes(pack(0), _BACKWARD_ADDRESSES.pack(*addresses, 0)))
+        return pack(needed), self._gradients[0].new_empty(1, dtype=torch.uint8).expand(needed)
+
+    def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state) -> tuple[int, ...]:
+        at_q, at_k = _address(seqlens_q), _address(seqlens_k)
+        return *((at_q, 0, at_k, 0) if self._packed else (0, at_q, 0, at_k)), _address(key_mask), _address(rng_state)
 
 
 def rotary(
@@ -102,62 +169,52 @@ def rotary(
     device = q.get_device()
     native.check_device(device)
     lib = native.library()
-    copies: list[torch.Tensor] = []
+    q, k = (_aligned(readable(x)) for x in (q, k))
     batch, seqlen, heads_q, head_dim = q.shape
     params = _ROTARY.pack(
-        _ROTARY.size, _current_stream(device), *_input(q, copies), *_input(k, copies), *_output(q_out), *_output(k_out),
+        _ROTARY.size, _current_stream(device), *_operand(q), *_operand(k), *_operand(q_out), *_operand(k_out),
         cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1),
         device, _DTYPES[q.dtype], batch, seqlen, heads_q, k.shape[2], head_dim, cos.shape[2], interleaved, inverse,
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_rotary(params))
 
 
-def _pack_forward(
-    copies, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
-    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
-) -> bytes:  # fmt: skip
-    """PERF: reading an attribute of a tensor costs the host 0.1 us, packing all 44 fields 0.6: so shapes and strides are read once each."""
-    device, pointer_q, pointer_k = q.get_device(), _pointer(seqlens_q), _pointer(seqlens_k)
-    if q.dim() == 3:
-        total_q, heads_q, head_dim = q.shape
-        total_k, heads_k, _ = k.shape
-        batch, lse_strides, sequences = seqlens_q.numel() - 1, (0, softmax_lse.stride(0)), (pointer_q, 0, pointer_k, 0)
-    else:
-        batch, _, heads_q, head_dim = q.shape
-        total_q = total_k = 0
-        heads_k, lse_strides, sequences = k.shape[2], softmax_lse.stride()[:2], (0, pointer_q, 0, pointer_k)
-    return _FORWARD.pack(
-        _FORWARD.size, _current_stream(device),
-        *_input(q, copies), *_input(k, copies), *_input(v, copies), *_output(out),
-        softmax_lse.data_ptr(), *lse_strides, *sequences,
-        _pointer(key_mask), 0 if key_mask is None else key_mask.stride(0), _pointer(rng_state),
-        device, _DTYPES[q.dtype], batch, heads_q, heads_k, head_dim, v.shape[-1], max_seqlen_q, max_seqlen_k, total_q, total_k,
-        window_left, window_right, native.forced_family(), softmax_scale, dropout_p,
-    )  # fmt: skip
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether the kernels can read these strides.
 
-
-def _input(x: torch.Tensor, copies: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """A tensor that the kernels read, as HfFlash2Tensor.
-
-    They load 16 bytes at a time, so address and strides must be multiples of 8 elements. True of every projection, cache and split of one
-    with a head dim that is a multiple of 8; anything else is copied, and `copies` keeps the copy until the kernel is launched.
+    They load 16 bytes at a time, so strides must be multiples of 8 elements, and the last 1. True of every projection, cache and split of
+    one with a head dim that is a multiple of 8.
     """
-    address, strides = x.data_ptr(), x.stride()
-    if address % 16 or strides[-1] != 1 or (strides[0] | strides[1] | strides[-2]) % 8:
-        copies.append(x.clone(memory_format=torch.contiguous_format))
-        return _output(copies[-1])
-    if len(strides) == 3:
-        return address, 0, strides[0], strides[1]
-    return address, strides[0], strides[1], strides[2]
+    strides = x.stride()
+    return strides[-1] == 1 and (strides[0] | strides[1] | strides[-2]) % 8 == 0
 
 
-def _output(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """A contiguous tensor, as HfFlash2Tensor: address, then batch, token and head stride."""
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy where the kernels cannot read its strides."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy where its address is not a multiple of 16, for the same reason."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+
+
+def _has_gaps(seqlens: torch.Tensor | None) -> bool:
+    """Ranges leave rows that no sequence covers; those rows of a result are zero (lse: +inf)."""
+    return seqlens is not None and seqlens.dim() == 2
+
+
+def _operand(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """A readable tensor, as HfFlash2Tensor: address, then batch, token and head stride."""
     strides = x.stride()
     return (x.data_ptr(), 0, strides[0], strides[1]) if len(strides) == 3 else (x.data_ptr(), *strides[:3])
 
 
-def _pointer(x: torch.Tensor | None) -> int:
+def _unaddressed(x: torch.Tensor) -> tuple[int, int, int, int]:
+    return 0, *_operand(x)[1:]
+
+
+def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 

@@ -1,7 +1,7 @@
 """The two torch.library operations, `hf_flash2::forward` and `hf_flash2::backward`: schema, backends, fake kernels, autograd.
 
 CUDA tensors run the kernels of libhf_flash2.so, CPU tensors the reference in plain PyTorch. functional.py checks arguments first; calling
-an op directly is for tests and for compilers.
+an op directly is for tests and for compilers. In eager mode, plain CUDA tensors go past the dispatcher: see Plan.
 
 q: [B, Sq, H, D], k: [B, Sk, Hk, D], v: [B, Sk, Hk, Dv] -> out [B, Sq, H, Dv]; on CUDA D and Dv are multiples of 8.
 Sequences (`seqlens_q`, `seqlens_k`, int32): None = dense [B, S, H, D]; 1-D [B + 1] = cumulative lengths of packed [T, H, D];
@@ -13,6 +13,7 @@ is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2])
 import torch
 
 from . import kernels, native, reference
+from .kernels import DENSE
 
 _library = torch.library.Library("hf_flash2", "DEF")
 
@@ -31,13 +32,13 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 
-# The backend and kernel family of the last forward of this process, for `last_backend()`.
-_last_backend: str | None = None
+# The backend of the last forward of this process, for `last_backend()`: a kernel family, or a name.
+_last_backend: int | str | None = None
 
 
 def last_backend() -> str | None:
     """Which backend the last attention call of this process ran on: "cuda-sm80", "cuda-sm90", "cpu-reference", or None before any call."""
-    return _last_backend
+    return f"cuda-sm{_last_backend}" if isinstance(_last_backend, int) else _last_backend
 
 
 def expected_backend(device: torch.device) -> str:
@@ -50,11 +51,6 @@ def expected_backend(device: torch.device) -> str:
     return f"cuda-sm{native.forward_family(index, native.forced_family())}"
 
 
-def _record(backend: str) -> None:
-    global _last_backend
-    _last_backend = backend
-
-
 def _out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return *q.shape[:-1], v.shape[-1]
 
@@ -64,52 +60,33 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     return *batch, heads, tokens
 
 
-def _has_gaps(seqlens: torch.Tensor | None) -> bool:
-    """Ranges leave rows that no sequence covers; those rows of a result are zero (lse: +inf)."""
-    return seqlens is not None and seqlens.dim() == 2
-
-
 def _forward_cuda(
     q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
-    gaps = _has_gaps(seqlens_q)
-    lse_shape = _lse_shape(q)
-    if gaps:
-        out = q.new_zeros(_out_shape(q, v))
-        softmax_lse = torch.full(lse_shape, float("inf"), dtype=torch.float32, device=q.device)
-    else:
-        like_q = q.shape[-1] == v.shape[-1]  # PERF: empty_like takes 0.6 us less than new_empty
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if like_q else q.new_empty(_out_shape(q, v))
-        softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    family = kernels.forward(
-        q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
-        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p,
-    )  # fmt: skip
-    _record(f"cuda-sm{family}")
-    return out, softmax_lse
+    q, k, v = map(kernels.readable, (q, k, v))
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
+    layout = kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+    return Plan(layout, (*numbers, deterministic)).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
 
 
 def _backward_cuda(
     dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
-    dq = q.new_zeros(q.shape) if _has_gaps(seqlens_q) else q.new_empty(q.shape)
-    new_key_gradient = k.new_zeros if _has_gaps(seqlens_k) else k.new_empty
-    dk, dv = new_key_gradient(k.shape), new_key_gradient(v.shape)
-    kernels.backward(
-        dout, None if dlse is None else dlse.contiguous(), q, k, v, out, softmax_lse, dq, dk, dv,
-        seqlens_q, seqlens_k, key_mask, rng_state,
-        max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
-    )  # fmt: skip
-    return dq, dk, dv
+    q, k, v = map(kernels.readable, (q, k, v))
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
+    layout = kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+    sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
+    return Plan(layout, (*numbers, deterministic)).backward(dout, dlse, q, k, v, out.contiguous(), softmax_lse.contiguous(), sequences)
 
 
 def _forward_cpu(
     q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
-    _record("cpu-reference")
+    global _last_backend
+    _last_backend = "cpu-reference"
     return reference.attention_forward(
         q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, softmax_scale, window_left, window_right, dropout_p
     )
@@ -141,25 +118,70 @@ def _backward_fake(dout, dlse, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def attention(*args) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` by the shortest way: straight to the backend for plain tensors in eager mode, through the dispatcher for everything else
-    (torch.compile, fake tensors, dispatch modes, vmap, tensor subclasses).
+class Plan:
+    """Attention on plain CUDA tensors of one layout with the same numbers, in eager mode: straight to the kernels.
 
     PERF: the dispatcher's two keys mean two more passes through Python; on the host of an H200 a call with autograd took 62 us that way.
     """
-    q, k, v = args[:3]
-    if torch.compiler.is_compiling() or not _plain(q, k, v):
-        return forward(*args)
-    backend = _BACKENDS["cuda" if q.is_cuda else "cpu"]
-    return _apply_attention(backend, q, k, v, args[3:]) if torch.is_grad_enabled() else backend[0](*args)
+
+    __slots__ = ("_layout", "_numbers")
+
+    def __init__(self, layout: kernels.Layout, numbers: tuple):
+        self._layout, self._numbers = layout, numbers
+
+    def attention(self, q, k, v, sequences: kernels.Sequences):
+        """out, differentiable."""
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_planned(self, q, k, v, sequences)
+        return self.forward(q, k, v, sequences)[0]
+
+    def attention_with_lse(self, q, k, v, sequences: kernels.Sequences):
+        """(out, softmax_lse), differentiable."""
+        return _apply_with_lse(self, q, k, v, sequences) if torch.is_grad_enabled() else self.forward(q, k, v, sequences)
+
+    def forward(self, q, k, v, sequences):
+        try:
+            out, softmax_lse, family = self._layout.forward(q, k, v, sequences)
+        except native.MisalignedError:
+            layout, q, k, v = self._layout.aligned(q, k, v, sequences)
+            out, softmax_lse, family = layout.forward(q, k, v, sequences)
+        global _last_backend
+        _last_backend = family
+        return out, softmax_lse
+
+    def backward(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
+        """dq, dk, dv, below autograd."""
+        layout, deterministic = self._layout, self._numbers[-1]
+        try:
+            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:3]
+        except native.MisalignedError:
+            layout, q, k, v = layout.aligned(q, k, v, sequences)
+            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:3]
+
+    def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
+        """The same for autograd."""
+        if (
+            torch.is_grad_enabled()  # a second derivative is wanted, and refused if it comes to that
+            or not plain(dout, q, k)
+            or not self._layout.fits(q, k, v, out, softmax_lse)  # hooks of saved tensors may hand back what they like
+        ):
+            return backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
+        return self.backward(dout, dlse, q, k, v, out, softmax_lse, sequences)
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether nothing but autograd wants to see operations on these tensors."""
-    for x in tensors:
-        if type(x) is not torch.Tensor:
-            return False
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+def plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers) -> Plan | None:
+    """How calls on tensors like these run, arguments as of `forward`; None where the kernels would need copies of q, k or v."""
+    if not all(map(kernels.is_readable, (q, k, v))):
+        return None
+    return Plan(kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers[:-1]), numbers)
+
+
+def plain(q, k, v) -> bool:
+    """Whether nothing but autograd wants to see operations on these tensors: no fake tensors, dispatch modes, vmap, subclasses."""
+    return type(q) is type(k) is type(v) is torch.Tensor and not (_modes() or _transforms())
+
+
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def _below_autograd(op):
@@ -172,17 +194,33 @@ def _below_autograd(op):
     return run
 
 
-class _Attention(torch.autograd.Function):
-    """forward and backward as one differentiable function.
-
-    PERF: registered by hand under the Autograd key; torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
-    """
+class _Planned(torch.autograd.Function):
+    """A planned call as a differentiable function."""
 
     @staticmethod
-    def forward(ctx, backend, q, k, v, rest):  # few arguments: each costs time
-        out, softmax_lse = backend[0](q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *rest[:4])
-        ctx.backend, ctx.numbers = backend, rest[4:]
+    def forward(ctx, plan, q, k, v, sequences):  # few arguments: each costs time
+        out, softmax_lse = plan.forward(q, k, v, sequences)
+        if sequences is DENSE:
+            ctx.save_for_backward(q, k, v, out, softmax_lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, softmax_lse, *sequences)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, softmax_lse, *sequences = ctx.saved_tensors
+        return None, *ctx.plan.differentiate(dout, None, q, k, v, out, softmax_lse, sequences or DENSE), None
+
+
+class _PlannedWithLse(torch.autograd.Function):
+    """The same with softmax_lse for a second result. PERF: where nobody asks for it, a result less is 1 us less."""
+
+    @staticmethod
+    def forward(ctx, plan, q, k, v, sequences):
+        out, softmax_lse = plan.forward(q, k, v, sequences)
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *sequences)
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -193,15 +231,37 @@ class _Attention(torch.autograd.Function):
             if dlse is None:
                 return None, None, None, None, None
             dout = torch.zeros_like(out)
-        args = (dout, dlse, q, k, v, out, softmax_lse, *sequences, *ctx.numbers)
-        if torch.is_grad_enabled():  # a second derivative is wanted: _AttentionGradient refuses it, if it comes to that
-            return None, *backward(*args), None
-        backend = ctx.backend if _plain(dout, q, k, v) else _DISPATCHED
-        return None, *backend[1](*args), None
+        return None, *ctx.plan.differentiate(dout, dlse, q, k, v, out, softmax_lse, sequences), None
 
 
-# PERF: what _Attention.apply calls in the end; its own checks, 3 us, are about functorch, which _plain excludes.
-_apply_attention = super(torch.autograd.Function, _Attention).apply
+# PERF: what Function.apply calls in the end; its own checks, 3 us, are about functorch, which `plain` excludes.
+_apply_planned = super(torch.autograd.Function, _Planned).apply
+_apply_with_lse = super(torch.autograd.Function, _PlannedWithLse).apply
+
+
+class _Attention(torch.autograd.Function):
+    """forward and backward as one differentiable function, below the dispatcher.
+
+    PERF: registered by hand under the Autograd key; torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, rest):
+        out, softmax_lse = _DISPATCHED[0](q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *rest[:4])
+        ctx.numbers = rest[4:]
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return None, None, None, None
+            dout = torch.zeros_like(saved[3])
+        run = backward if torch.is_grad_enabled() else _DISPATCHED[1]  # backward refuses a second derivative, if it comes to that
+        return *run(dout, dlse, *saved, *ctx.numbers), None
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -219,7 +279,7 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*args):
-    return _Attention.apply(_DISPATCHED, *args[:3], args[3:]) if torch.is_grad_enabled() else _DISPATCHED[0](*args)
+    return _Attention.apply(*args[:3], args[3:]) if torch.is_grad_enabled() else _DISPATCHED[0](*args)
 
 
 def _backward_autograd(*args):
@@ -232,6 +292,4 @@ _library.impl("backward", _backward_autograd, "Autograd")
 forward = torch.ops.hf_flash2.forward.default
 backward = torch.ops.hf_flash2.backward.default
 
-# What runs an op below autograd, (forward, backward): by device type for plain tensors, else the dispatcher.
-_BACKENDS = {"cuda": (_forward_cuda, _backward_cuda), "cpu": (_forward_cpu, _backward_cpu)}
 _DISPATCHED = (_below_autograd(forward), _below_autograd(backward))

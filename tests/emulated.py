@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hf_flash2 import kernels, native, ops
+from hf_flash2 import functional, kernels, native
 
 HOPPER, A100, SMALL = range(3)  # the devices that the emulator pretends to have
 
@@ -36,10 +36,14 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _poisoned_empty(*size, **options) -> torch.Tensor:
-    """torch.empty whose bytes are all 1s: NaN, -1. For the scratch of kernels, which has to be written before it is read."""
+    """torch.empty whose bytes are all 1s: NaN, -1. For results and scratch of kernels, which have to be written before they are read."""
     x = torch.zeros(*size, **options)
     x.view(torch.uint8).fill_(255)
     return x
+
+
+def _poisoned_empty_like(x: torch.Tensor, **options) -> torch.Tensor:
+    return _poisoned_empty(x.shape, dtype=x.dtype)  # contiguous, as every caller wants it
 
 
 @contextmanager
@@ -51,9 +55,11 @@ def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int =
             packer.device = device
             patch.setattr(kernels, layout, packer)
         patch.setattr(torch, "empty", _poisoned_empty)
+        patch.setattr(torch, "empty_like", _poisoned_empty_like)
         patch.setattr(native, "library", lambda: library)
         patch.setattr(native, "check_device", lambda index: None)
         patch.setattr(kernels, "_current_stream", lambda index: 0)
-        patch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
+        patch.setattr(functional, "_on_gpu", lambda x: True)
+        patch.setattr(functional, "_plans", {})
         library.emulator_schedule(seed, resident)
         yield

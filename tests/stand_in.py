@@ -6,12 +6,14 @@ import json
 import re
 from pathlib import Path
 
-from hf_flash2 import kernels, native
+from hf_flash2 import functional, kernels, native
 
 PARAMS_H = Path(__file__).resolve().parents[1] / "csrc/params.h"
+MISALIGNED = -5  # kErrorMisaligned
 C_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float}
 
 
+@functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of csrc/params.h by name, pointers as numbers."""
     types = dict(C_TYPES)
@@ -22,6 +24,32 @@ def structs() -> dict[str, type[ctypes.Structure]]:
     return types
 
 
+def with_addresses(name: str, params: bytes, addresses: bytes) -> bytes:
+    """`name`Params with what `name`Addresses holds in the fields of the same names, which were null."""
+    types = structs()
+    filled, given = types[f"{name}Params"].from_buffer_copy(params), types[f"{name}Addresses"].from_buffer_copy(addresses)
+    assert len(params) == ctypes.sizeof(filled) and len(addresses) == ctypes.sizeof(given)
+    _fill(filled, given)
+    return bytes(filled)
+
+
+def _fill(filled: ctypes.Structure, given: ctypes.Structure) -> None:
+    for name, _ in given._fields_:
+        value, place = getattr(given, name), getattr(filled, name)
+        if isinstance(value, ctypes.Structure):
+            _fill(place, value)
+        elif isinstance(place, ctypes.Structure):  # a tensor's address
+            assert not place.data, name
+            place.data = value
+        else:
+            assert not place, name
+            setattr(filled, name, value)
+
+
+def misaligned(params: ctypes.Structure) -> bool:
+    return any(getattr(params, name).data % 16 for name in "qkv")
+
+
 class Library:
     """As if for a GPU of this compute capability and built with these families."""
 
@@ -29,24 +57,32 @@ class Library:
 
     def __init__(self, families=("sm80", "sm90"), capability=90):
         self.families, self.capability, self.error = families, capability, ""
-        self.calls: list[bytes] = []  # the params of every forward, backward and rotary embedding
+        # The params of every forward, backward and rotary embedding; of the first two, their addresses filled in as api.cpp does.
+        self.calls: list[bytes] = []
 
     def install(self, monkeypatch) -> "Library":
         """Make it what `native` has loaded, and CPU tensors packable for it."""
+        monkeypatch.setattr(functional, "_plans", {})
         monkeypatch.setattr(native, "library", lambda: self)
         monkeypatch.setattr(native, "check_device", functools.cache(native.check_device.__wrapped__))
         monkeypatch.setattr(kernels, "_current_stream", lambda index: 7)
         return self
 
-    def hf_flash2_forward(self, params: bytes) -> int:
-        self.calls.append(params)
+    def hf_flash2_forward(self, params: bytes, addresses: bytes) -> int:
+        filled = with_addresses("HfFlash2Forward", params, addresses)
+        if misaligned(structs()["HfFlash2ForwardParams"].from_buffer_copy(filled)):
+            return self._fail("address", MISALIGNED)
+        self.calls.append(filled)
         return 80
 
-    def hf_flash2_backward(self, params: bytes) -> int:
-        self.calls.append(params)
+    def hf_flash2_backward(self, params: bytes, addresses: bytes) -> int:
+        self.calls.append(with_addresses("HfFlash2Backward", params, addresses))
         return 80
 
-    def hf_flash2_backward_workspace_bytes(self, params: bytes) -> int:
+    def hf_flash2_backward_workspace_bytes(self, params: bytes, addresses: bytes) -> int:
+        filled = with_addresses("HfFlash2Backward", params, addresses)
+        if misaligned(structs()["HfFlash2BackwardParams"].from_buffer_copy(filled).forward):
+            return self._fail("address", MISALIGNED)
         return self.WORKSPACE_BYTES
 
     def hf_flash2_rotary(self, params: bytes) -> int:
@@ -68,6 +104,6 @@ class Library:
     def hf_flash2_last_error(self) -> bytes:
         return self.error.encode()
 
-    def _fail(self, error: str) -> int:
+    def _fail(self, error: str, code: int = -3) -> int:
         self.error = error
-        return -3
+        return code

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference"},
     "rotary": {"kernels"},
-    "functional": {"ops", "support"},
+    "functional": {"ops", "support", "native"},
     "interface": {"packing", "functional", "support", "native", "ops"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_shared", "functional", "packing", "kernels", "native"},

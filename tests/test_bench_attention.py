@@ -283,19 +283,19 @@ def test_one_that_cannot_run_is_left_out_with_its_reason(few_calls, capsys, erro
 @pytest.mark.parametrize("ran", ("sm80", "sm90"))
 def test_a_family_that_gives_way_is_left_out(few_calls, capsys, monkeypatch, ran):
     """The Hopper family hands a backward that it does not have to the other one: not to be shown under its name."""
-    monkeypatch.setattr(kernels, "backward", lambda: native.FAMILIES[ran])
-    original = kernels.backward
+    monkeypatch.setattr(kernels.Layout, "backward", lambda: ("gradients", native.FAMILIES[ran]))
+    original = kernels.Layout.backward
 
     def prepare(problem):
         work = bench.dense(problem)
         inputs = tuple(x.detach().requires_grad_() for x in work.inputs)
-        inputs[0].register_hook(lambda _: kernels.backward() and None)
+        inputs[0].register_hook(lambda _: kernels.Layout.backward() and None)
         return work._replace(attend=lambda: bench.flash_attn_func(*inputs, causal=True), inputs=inputs)
 
     times = bench.measure(SMALL["dense"], [bench.Provider("hopper", prepare, ("dense",), "sm90")], torch.device("cpu"), FakeClock())
     assert list(times) == (["hopper"] if ran == "sm90" else [])
     assert ("HF_FLASH2_FAMILY=sm90 gave way to sm80" in capsys.readouterr().err) == (ran == "sm80")
-    assert kernels.backward is original
+    assert kernels.Layout.backward is original
 
 
 @pytest.mark.parametrize("before", (None, "sm80"))

@@ -214,6 +214,6 @@ def test_refusals_reach_python(library, monkeypatch):
     with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout"):
         flash_attn_func(q, q, q, dropout_p=0.1)
     with emulated.running(monkeypatch, library), pytest.raises(ValueError, match="head_dim_v must be a multiple of 8.*got 12"):
-        ops.attention(q, q, q[..., :12], *[None] * 4, 20, 20, 0.1, -1, -1, 0.0, False)
+        ops._forward_cuda(q, q, q[..., :12], *[None] * 4, 20, 20, 0.1, -1, -1, 0.0, False)
     with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):
         flash_attn_func(q, q, q)

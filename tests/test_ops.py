@@ -11,7 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, ops, packing
+from hf_flash2 import (
+    flash_attn_func,
+    flash_attn_ranges_func,
+    flash_attn_varlen_func,
+    functional,
+    kernels,
+    last_backend,
+    native,
+    ops,
+    packing,
+    reference,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,10 +42,11 @@ forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
 
 @pytest.fixture
 def op_calls(monkeypatch):
-    """The arguments of each op call, as functional.py makes them."""
+    """The arguments of each op call, as functional.py makes them where it has no plan."""
     calls = []
-    attention = ops.attention
-    monkeypatch.setattr(ops, "attention", lambda *args: calls.append(args) or attention(*args))
+    forward = ops.forward
+    monkeypatch.setattr(ops, "forward", lambda *args: calls.append(args) or forward(*args))
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: False)
     return calls
 
 
@@ -162,12 +174,18 @@ def test_only_the_lse_may_be_used(device):
 def test_an_unused_lse_costs_no_gradient(device, monkeypatch):
     """The backward is told that there is none, in place of a tensor of zeros to read."""
     given = []
-    forward, backward = ops._BACKENDS[device.type]
-    spy = (forward, lambda dout, dlse, *args: given.append(dlse) or backward(dout, dlse, *args))
-    monkeypatch.setitem(ops._BACKENDS, device.type, spy)
+    for place, name in ((reference, "attention_backward"), (kernels.Layout, "backward")):
+        backward = getattr(place, name)
+
+        def spy(*args, backward=backward, dlse=1 if place is reference else 2):
+            given.append(args[dlse])
+            return backward(*args)
+
+        monkeypatch.setattr(place, name, spy)
     q, k, v, _ = problem(device)
     flash_attn_func(q, k, v).sum().backward()
-    assert given and all(dlse is None for dlse in given)
+    flash_attn_func(q, k, v, return_attn_probs=True)[0].sum().backward()
+    assert given == [None, None]
 
 
 def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):
@@ -233,17 +251,30 @@ def host_microseconds(call, calls=200, rounds=20) -> float:
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers share the host: a time means something only alone")
 def test_host_cost_of_a_call(device, monkeypatch, capsys):
-    """Checks, autograd, packing and two new tensors, the launch apart: 13 us on a 2-core EPYC, of which torch takes 5.
+    """Lookup, autograd and two new tensors: 18 us beyond the launch on the host of an H200, of which torch takes 13.
 
-    Without a GPU the tensors take the CUDA path all the same, into a library that launches nothing.
+    Without a GPU the tensors take the CUDA path all the same, into a library that launches nothing: 9 us on a 2-core EPYC.
     """
     q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=DTYPE, requires_grad=True) for _ in range(3))
     if device.type == "cpu":
         stand_in.Library().install(monkeypatch)
-        monkeypatch.setitem(ops._BACKENDS, "cpu", ops._BACKENDS["cuda"])
+        monkeypatch.setattr(native.library(), "hf_flash2_forward", lambda params, addresses: 80)
+        monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    launches = []
+    library = native.library()
+    launch = library.hf_flash2_forward
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_plans", {})
+        patch.setattr(library, "hf_flash2_forward", lambda *structs: launches.append(structs) or launch(*structs))
+        flash_attn_func(q, k, v, causal=True)
+    cost_of_launch = host_microseconds(lambda: launch(*launches[0]))
     cost = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
     with torch.no_grad():
         cost_without_grad = host_microseconds(lambda: flash_attn_func(q, k, v, causal=True))
     with capsys.disabled():
-        print(f" host cost of a call: {cost:.1f} us with autograd, {cost_without_grad:.1f} us without ", end="")
-    assert cost < 40  # for slow machines
+        print(
+            f" host cost of a call: {cost:.1f} us with autograd, {cost_without_grad:.1f} us without; "
+            f"{cost_of_launch:.1f} us of it to launch ",
+            end="",
+        )
+    assert cost - cost_of_launch < 25  # for slow machines

@@ -7,7 +7,7 @@ import stand_in
 import torch
 import torch.nn.functional as F
 
-from hf_flash2 import kernels
+from hf_flash2 import functional, kernels, ops
 
 STRUCTS = stand_in.structs()
 Forward, Backward = STRUCTS["HfFlash2ForwardParams"], STRUCTS["HfFlash2BackwardParams"]
@@ -61,19 +61,24 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
 
 
 def dense(dtype=torch.bfloat16):
-    """q as a projection [B, S, H * D], k and v as a cache [B, H, S, D] hands them on, out and lse. v has a head dim of its own."""
+    """q as a projection [B, S, H * D], k and v as a cache [B, H, S, D] hands them on. v has a head dim of its own."""
     q = torch.randn(2, 5, 4 * 64).to(dtype).view(2, 5, 4, 64)
     k, v = (torch.randn(2, 2, 8, head_dim).to(dtype)[:, :, :6].transpose(1, 2) for head_dim in (64, 40))
-    return q, k, v, torch.empty(2, 5, 4, 40, dtype=dtype), torch.empty(2, 4, 5)
+    return q, k, v
 
 
 def packed():
-    q, k, v = (torch.randn(n, heads, head_dim).half() for n, heads, head_dim in ((11, 4, 64), (13, 2, 64), (13, 2, 128)))
-    return q, k, v, torch.empty(11, 4, 128, dtype=q.dtype), torch.empty(4, 11)
+    return tuple(torch.randn(n, heads, head_dim).half() for n, heads, head_dim in ((11, 4, 64), (13, 2, 64), (13, 2, 128)))
 
 
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
+
+
+def planned(tensors, others) -> tuple[kernels.Layout, tuple]:
+    """The layout of a call, and its sequences."""
+    sequences = tuple(others.get(name) for name in ("seqlens_q", "seqlens_k", "key_mask", "rng_state"))
+    return kernels.Layout(*tensors, *sequences[:3], **NUMBERS), sequences if others else kernels.DENSE
 
 
 CALLS = {
@@ -89,26 +94,29 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_forward_params(name, library):
     tensors, others = CALLS[name]()
-    arguments = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state")) | others
-    assert kernels.forward(*tensors, **arguments, **NUMBERS) == 80
-    (params,) = library.calls
-    assert plain(Forward.from_buffer_copy(params)) == expected_forward(*tensors, **others)
-    assert len(params) == ctypes.sizeof(Forward)
+    layout, sequences = planned(tensors, others)
+    for call in range(2):  # both from the same layout
+        out, lse, family = layout.forward(*tensors, sequences)
+        assert family == 80 and out.is_contiguous() and lse.is_contiguous()
+        assert plain(Forward.from_buffer_copy(library.calls[call])) == expected_forward(*tensors, out, lse, **others)
+    gaps = "seqlens_q" in others and sequences[0].dim() == 2
+    assert not gaps or (not out.any() and lse.eq(float("inf")).all())
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_backward_params(name, library):
     tensors, others = CALLS[name]()
-    q, k, v, out, lse = tensors
-    arguments = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state")) | others
-    dout, dq, dk, dv, dlse = (torch.empty(x.shape, dtype=x.dtype) for x in (out, q, k, v, lse))
-    kernels.backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, **arguments, **NUMBERS, deterministic=True)
-    (params,) = library.calls
+    layout, sequences = planned(tensors, others)
+    out, lse, _ = layout.forward(*tensors, sequences)
+    dout, dlse = torch.empty_like(out), torch.empty_like(lse)
+    dq, dk, dv, family = layout.backward(dout, dlse, *tensors, out, lse, sequences, True)
+    assert family == 80
+    params = library.calls[-1]
     actual = plain(Backward.from_buffer_copy(params))
     assert actual.pop("workspace") != 0
     assert actual == {
         "struct_size": len(params),
-        "forward": expected_forward(*tensors, **others),
+        "forward": expected_forward(*tensors, out, lse, **others),
         **{name: operand(x) for name, x in {"dout": dout, "dq": dq, "dk": dk, "dv": dv}.items()},
         "dlse": dlse.data_ptr(),
         "workspace_bytes": library.WORKSPACE_BYTES,
@@ -118,10 +126,12 @@ def test_backward_params(name, library):
 
 
 def test_the_family_is_that_of_the_environment_at_each_call(library, monkeypatch):
-    tensors = dense()
-    for name, number in (("sm90", 90), ("sm80", 80), ("auto", 0)):
-        monkeypatch.setenv("HF_FLASH2_FAMILY", name)
-        kernels.forward(*tensors, None, None, None, None, **NUMBERS)
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    for name, number in (("sm90", 90), ("sm80", 80), ("auto", 0), (None, 0), ("sm90", 90)):
+        monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
+        if name is not None:
+            monkeypatch.setenv("HF_FLASH2_FAMILY", name)
+        functional.flash_attn_func(*dense())
         assert Forward.from_buffer_copy(library.calls[-1]).family == number
 
 
@@ -142,15 +152,105 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
     x = tensors[which] = UNREADABLE[name](tensors[which].contiguous())
     found = []
 
-    def launch(params: bytes) -> int:
-        given = getattr(Forward.from_buffer_copy(params), "qkv"[which])
+    def launch(params: bytes, addresses: bytes) -> int:
+        filled = stand_in.with_addresses("HfFlash2Forward", params, addresses)
+        given = getattr(Forward.from_buffer_copy(filled), "qkv"[which])
+        if given.data % 16:
+            return stand_in.MISALIGNED
         junk = [torch.full(x.shape, 9, dtype=x.dtype) for _ in range(8)]  # what would take the place of a copy already freed
         found.append((plain(given), ctypes.string_at(given.data, x.numel() * x.element_size()), junk))
         return 80
 
     monkeypatch.setattr(library, "hf_flash2_forward", launch)
-    kernels.forward(*tensors, None, None, None, None, **NUMBERS)
-    ((given, memory, _),) = found
-    assert given["data"] != x.data_ptr() and given["data"] % 16 == 0
-    assert [given["batch_stride"], given["token_stride"], given["head_stride"], 1] == list(x.contiguous().clone().stride())
-    assert memory == bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+    ops._forward_cuda(*tensors, None, None, None, None, *NUMBERS.values(), deterministic=False)
+    if name == "address":  # its strides are those of a plan
+        monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+        functional.flash_attn_func(*tensors)
+        assert len(functional._plans) == 1
+    assert len(found) == (2 if name == "address" else 1)
+    for given, memory, _ in found:
+        assert given["data"] != x.data_ptr() and given["data"] % 16 == 0
+        assert [given["batch_stride"], given["token_stride"], given["head_stride"], 1] == list(x.contiguous().clone().stride())
+        assert memory == bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def test_a_misaligned_tensor_is_copied_for_the_backward_too(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (x.requires_grad_() for x in dense())
+    key = F.pad(k, (4, 4))[..., 4:-4]
+    functional.flash_attn_func(q, key, v).backward(torch.ones(2, 5, 4, 40, dtype=q.dtype))
+    params = Backward.from_buffer_copy(library.calls[-1])
+    assert key.data_ptr() % 16 and params.forward.k.data % 16 == 0 and params.forward.q.data == q.data_ptr()
+    assert k.grad is not None
+
+
+def test_calls_of_one_layout_are_planned_once(library, monkeypatch):
+    """And whatever a check looks at makes another plan."""
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (torch.randn(2, 5, heads, 64).bfloat16() for heads in (4, 2, 2))
+    planned = []
+    plan = ops.plan
+    monkeypatch.setattr(ops, "plan", lambda *args: planned.append(args) or plan(*args))
+
+    def plans_of(call) -> int:
+        before = len(planned)
+        call()
+        return len(planned) - before
+
+    attend = functional.flash_attn_func
+    assert plans_of(lambda: attend(q, k, v)) == 1
+    assert plans_of(lambda: attend(q.clone(), k.clone(), v.clone())) == 0
+    assert plans_of(lambda: attend(q, k, v, return_attn_probs=True)) == 0
+    lengths = torch.tensor([[0, 0], [5, 3]], dtype=torch.int32)
+    others = (
+        lambda: attend(q[:1], k[:1], v[:1]),
+        lambda: attend(q, k[:, :4], v[:, :4]),
+        lambda: attend(q.transpose(0, 1).contiguous().transpose(0, 1), k, v),
+        lambda: attend(q.half(), k.half(), v.half()),
+        lambda: attend(q, k, v, 0.1),
+        lambda: attend(q, k, v, softmax_scale=1.0),
+        lambda: attend(q, k, v, causal=True),
+        lambda: attend(q, k, v, window_size=[2, -1]),
+        lambda: attend(q, k, v, deterministic=True),
+        lambda: functional.flash_attn_ranges_func(q, k, v, lengths),
+        lambda: functional.flash_attn_ranges_func(q, k, v, None, lengths),
+    )
+    for call in others:
+        assert (plans_of(call), plans_of(call)) == (1, 0)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert plans_of(lambda: attend(q, k, v)) == 0  # as with deterministic=True
+    monkeypatch.setattr(functional, "_MAX_PLANS", len(functional._plans))
+    assert plans_of(lambda: attend(q[:1, :1], k[:1], v[:1])) == 1 and len(functional._plans) == 1
+
+
+def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (torch.randn(2, 5, heads, 64).bfloat16() for heads in (4, 2, 2))
+    functional.flash_attn_func(q, k, v)
+    for message, call in {
+        "one dtype": lambda: functional.flash_attn_func(q, k, v.half()),
+        "same head dim": lambda: functional.flash_attn_func(q[..., :32], k, v),
+        "multiple of the number of key heads": lambda: functional.flash_attn_func(q[:, :, :3], k, v),
+        "dropout_p": lambda: functional.flash_attn_func(q, k, v, 1.5),
+        "softcap": lambda: functional.flash_attn_func(q, k, v, softcap=[30.0]),
+        "window_size": lambda: functional.flash_attn_func(q, k, v, window_size=(-2, 0)),
+        "alibi_slopes": lambda: functional.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4)),
+        "3 dimensions": lambda: functional.flash_attn_varlen_func(q, k, v, q.new_zeros(3).int(), q.new_zeros(3).int(), 5, 5),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    functional.flash_attn_func(q, k, v)
+    assert len(functional._plans) == 1
+
+
+def test_saved_tensors_may_come_back_with_other_strides(library, monkeypatch):
+    """Hooks of saved tensors may move them to the CPU and back, say; then the backward reads their strides anew."""
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (torch.randn(2, heads, 5, 64).bfloat16().transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
+    seen = []
+    monkeypatch.setattr(ops, "backward", lambda dout, dlse, q, k, v, *_: seen.append(q.stride()) or (q, k, v))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous()):
+        functional.flash_attn_func(q, k, v).sum().backward()
+    assert seen == [(5 * 4 * 64, 4 * 64, 64, 1)] and not any(len(call) == ctypes.sizeof(Backward) for call in library.calls)
+    functional.flash_attn_func(q, k, v).sum().backward()
+    assert len(seen) == 1 and Backward.from_buffer_copy(library.calls[-1]).forward.q.head_stride == 5 * 64
