@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cross_entropy.h"
 #include "dispatch.h"
 #include "rotary.h"
 #include "sm80/run.h"
@@ -55,6 +56,11 @@ class DeviceGuard {
 
 [[noreturn]] void reject(const std::string& name, const std::string& expected, const std::string& got) {
   throw LaunchError(kErrorArgument, name + " must be " + expected + ", got " + got);
+}
+
+void check_address(const char* name, const void* address, size_t alignment) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment != 0)
+    reject(std::string("address of ") + name, "a multiple of " + std::to_string(alignment), "one that is not");
 }
 
 void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
@@ -123,6 +129,19 @@ void check_rotary(const HfFlash2RotaryParams& p) {
   check_tensor("k_out", p.k_out, false);
   for (const void* angles : {p.cos, p.sin})
     check_tensor("cos and sin", {const_cast<void*>(angles), p.angle_batch_stride, p.angle_token_stride, 0}, false);
+}
+
+void check_cross_entropy(const HfFlash2CrossEntropyParams& p) {
+  if (p.struct_size != sizeof p)
+    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  if (p.dtype != kFloat16 && p.dtype != kBFloat16 && p.dtype != kFloat32)
+    reject("dtype", "float16 (0), bfloat16 (1) or float32 (2)", std::to_string(p.dtype));
+  if (p.rows < 0 || p.columns < 0) reject("sizes", "non-negative", std::to_string(std::min(p.rows, p.columns)));
+  if (p.rows > 1 && p.row_stride < p.columns)
+    reject("row stride of logits", "at least the number of columns, " + std::to_string(p.columns), std::to_string(p.row_stride));
+  check_address("logits", p.logits, p.dtype == kFloat32 ? 4 : 2);
+  check_address("labels", p.labels, sizeof *p.labels);
+  check_address("losses", p.losses, sizeof *p.losses);
 }
 
 // The Hopper family is there when its architecture was built.
@@ -315,6 +334,15 @@ int hf_flash2_rotary(const HfFlash2RotaryParams* params) {
     check_rotary(*params);
     const DeviceGuard guard(params->device);
     run_rotary(*params);
+    return 0;
+  });
+}
+
+int hf_flash2_cross_entropy(const HfFlash2CrossEntropyParams* params) {
+  return guarded([&]() -> int {
+    check_cross_entropy(*params);
+    const DeviceGuard guard(params->device);
+    run_cross_entropy(*params);
     return 0;
   });
 }

@@ -20,6 +20,9 @@ HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardP
 // Rotary position embedding of q and k; returns 0.
 HF_FLASH2_API int hf_flash2_rotary(const HfFlash2RotaryParams* params);
 
+// Cross-entropy of rows of logits and its gradient, in their place; returns 0.
+HF_FLASH2_API int hf_flash2_cross_entropy(const HfFlash2CrossEntropyParams* params);
+
 // What the library was built from and for, as one JSON object: version, toolkit, archs, head_dims, families, backward_families.
 HF_FLASH2_API const char* hf_flash2_build_info(void);
 // 1 when this device can run this library's kernels; else a negative HfFlash2Error, with the reason in hf_flash2_last_error().

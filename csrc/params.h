@@ -127,7 +127,22 @@ typedef struct HfFlash2RotaryParams {
   int32_t inverse;      // non-zero: the transposed map, for gradients
 } HfFlash2RotaryParams;
 
-enum HfFlash2Dtype { kFloat16 = 0, kBFloat16 = 1 };
+typedef struct HfFlash2CrossEntropyParams {
+  uint64_t struct_size;  // sizeof(HfFlash2CrossEntropyParams), checked
+  void* stream;          // cudaStream_t
+
+  void* logits;           // [rows, columns]; replaced by the gradient of the sum of the losses
+  const int64_t* labels;  // [rows], each a class: 0 .. columns - 1
+  float* losses;          // [rows]
+  int64_t row_stride;     // of logits, at least columns
+
+  int32_t device;  // CUDA device index
+  int32_t dtype;   // HfFlash2Dtype of logits
+  int32_t rows;
+  int32_t columns;
+} HfFlash2CrossEntropyParams;
+
+enum HfFlash2Dtype { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };  // float32: of logits only
 enum HfFlash2Family { kAuto = 0, kSm80 = 80, kSm90 = 90 };
 
 // Return codes of every operation: the family that ran (80 or 90), or one of these.

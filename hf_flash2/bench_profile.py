@@ -25,6 +25,7 @@ LOSS, OPTIMIZER, COPIES, OTHER, IDLE = "loss", "optimizer", "copies, gathers", "
 # The first rule that matches a kernel's name decides.
 RULES: tuple[tuple[str, re.Pattern], ...] = (
     (ELEMENTWISE, re.compile(r"hf_flash2::.*rotary")),
+    (LOSS, re.compile(r"hf_flash2::.*cross_entropy")),
     (ATTENTION, re.compile(r"hf_flash2::|flash_(fwd|bwd)_|fmha_cutlass|PyTorchMemEffAttention")),
     (ATTENTION, re.compile(r"cudnn_generated\w*_sdpa_|cudnn::fusion::(compute_dot_do_o|convert_dq)")),
     (OPTIMIZER, re.compile(r"multi_tensor_apply_kernel|[Ff]used_?[Aa]dam")),

@@ -1,6 +1,6 @@
 """The calls into libhf_flash2.so: pack the params structs of csrc/params.h from tensors and run them on the current stream.
 
-Knows nothing of autograd or torch.library; called by ops.py with checked CUDA tensors.
+Knows nothing of autograd or torch.library; called by ops.py, rotary.py and cross_entropy.py with checked CUDA tensors.
 """
 
 import struct
@@ -9,7 +9,7 @@ import torch
 
 from . import native
 
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 # Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
 _FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
@@ -18,6 +18,7 @@ _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
 _FORWARD_ADDRESSES = struct.Struct("=12Q")
 _BACKWARD_ADDRESSES = struct.Struct("=18Q")
 _ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
+_CROSS_ENTROPY = struct.Struct("=QQ" + "QQQq" + "iiii")
 
 # seqlens_q, seqlens_k, key_mask, rng_state, as in ops.py. DENSE itself, not an equal tuple, takes the short way.
 Sequences = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -177,6 +178,22 @@ def rotary(
         device, _DTYPES[q.dtype], batch, seqlen, heads_q, k.shape[2], head_dim, cos.shape[2], interleaved, inverse,
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_rotary(params))
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
+    """Run the cross-entropy kernel on the current stream of logits' device, into losses and logits themselves.
+
+    logits: [N, C] with last stride 1; labels: int64 [N], losses: float32 [N], both contiguous.
+    """
+    device = logits.get_device()
+    native.check_device(device)
+    lib = native.library()
+    rows, columns = logits.shape
+    params = _CROSS_ENTROPY.pack(
+        _CROSS_ENTROPY.size, _current_stream(device), logits.data_ptr(), labels.data_ptr(), losses.data_ptr(), logits.stride(0),
+        device, _DTYPES[logits.dtype], rows, columns,
+    )  # fmt: skip
+    native.checked(lib, lib.hf_flash2_cross_entropy(params))
 
 
 def is_readable(x: torch.Tensor) -> bool:

@@ -53,9 +53,10 @@ def library() -> ctypes.CDLL:
 
 def _declare(lib: ctypes.CDLL) -> None:
     """Argument and return types of csrc/api.h."""
-    for name, structs in (("hf_flash2_forward", 2), ("hf_flash2_backward", 2), ("hf_flash2_rotary", 1)):
-        getattr(lib, name).argtypes = [ctypes.c_char_p] * structs
-        getattr(lib, name).restype = ctypes.c_int
+    for name, structs in {"forward": 2, "backward": 2, "rotary": 1, "cross_entropy": 1}.items():
+        function = getattr(lib, f"hf_flash2_{name}")
+        function.argtypes = [ctypes.c_char_p] * structs
+        function.restype = ctypes.c_int
     lib.hf_flash2_backward_workspace_bytes.argtypes = [ctypes.c_char_p] * 2
     lib.hf_flash2_backward_workspace_bytes.restype = ctypes.c_int64
     lib.hf_flash2_forward_family.argtypes = [ctypes.c_int, ctypes.c_int]

@@ -35,27 +35,27 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _poisoned_empty(*size, **options) -> torch.Tensor:
+def poisoned_empty(*size, **options) -> torch.Tensor:
     """torch.empty whose bytes are all 1s: NaN, -1. For results and scratch of kernels, which have to be written before they are read."""
     x = torch.zeros(*size, **options)
     x.view(torch.uint8).fill_(255)
     return x
 
 
-def _poisoned_empty_like(x: torch.Tensor, **options) -> torch.Tensor:
-    return _poisoned_empty(x.shape, dtype=x.dtype)  # contiguous, as every caller wants it
+def poisoned_empty_like(x: torch.Tensor, **options) -> torch.Tensor:
+    return poisoned_empty(x.shape, dtype=x.dtype)  # contiguous, as every caller wants it
 
 
 @contextmanager
 def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
     """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
     with monkeypatch.context() as patch:
-        for layout in ("_FORWARD", "_ROTARY"):
+        for layout in ("_FORWARD", "_ROTARY", "_CROSS_ENTROPY"):
             packer = _Packer(getattr(kernels, layout).format)
             packer.device = device
             patch.setattr(kernels, layout, packer)
-        patch.setattr(torch, "empty", _poisoned_empty)
-        patch.setattr(torch, "empty_like", _poisoned_empty_like)
+        patch.setattr(torch, "empty", poisoned_empty)
+        patch.setattr(torch, "empty_like", poisoned_empty_like)
         patch.setattr(native, "library", lambda: library)
         patch.setattr(native, "check_device", lambda index: None)
         patch.setattr(kernels, "_current_stream", lambda index: 0)

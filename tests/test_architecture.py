@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference"},
     "rotary": {"kernels"},
+    "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
     "interface": {"packing", "functional", "support", "native", "ops"},
     "bench": {"bench_attention", "bench_train"},
@@ -31,10 +32,10 @@ MAY_IMPORT = {
     "bench_train": {"bench_shared", "bench_profile", "interface", "native", "ops"},
     "bench_profile": {"bench_shared"},
     "bench_shared": {"__version__"},
-    "patches": {"interface", "functional", "packing", "ops", "rotary", "support", "patches"},
+    "patches": {"interface", "functional", "packing", "ops", "rotary", "cross_entropy", "support", "patches"},
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
-TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "functional"}
+TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "cross_entropy", "functional"}
 KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench_train"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).

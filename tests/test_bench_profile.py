@@ -50,6 +50,7 @@ KERNELS = {
         "triton_poi_fused_add_mul_silu_3",
     ),
     profile.LOSS: (
+        "void hf_flash2::cross_entropy_kernel<__nv_bfloat16>(HfFlash2CrossEntropyParams)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, "
         "at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>(float*, float const*, int)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, "

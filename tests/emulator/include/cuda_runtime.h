@@ -59,6 +59,10 @@ template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
+template <typename T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
 
 inline uint32_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_address(pointer); }
 inline void __syncthreads() { emulator::barrier_sync(0, emulator::block_size.x); }
