@@ -2,7 +2,7 @@
 
 The logits are the largest tensor of a training step: [B, S, vocabulary], in the model's dtype, once more in float32, and their gradients.
 Here the head runs on the rows that have a label only, chunk by chunk. For a plain linear head the gradients of a chunk are computed with
-its loss, while its logits exist; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
+its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
 """
 
 import torch
@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput
 
+from .. import cross_entropy
 from .binding import by_name, upstream
 from .packed import token_shape
 
-# Of float32 logits that exist at a time; a chunk has at least one row. Half as much would add each chunk's gradient of the head's weights
-# to memory twice as often, for 128k classes and 2048 columns 1 GB of traffic a time.
+# Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
+# hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
+# columns 1 GB of traffic a time.
 CHUNK_BYTES = 512 * 2**20
 
 
@@ -87,11 +89,13 @@ def chunked_cross_entropy(
         a float32 scalar; NaN when N is 0 and nothing else is given to divide by, as the mean of no rows is.
     """
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
-    chunk_rows = max(1, CHUNK_BYTES // (4 * vocabulary))
     labels = labels.to(hidden_states.device)
     if is_plain_linear(head, hidden_states):
-        total = _LinearCrossEntropy.apply(hidden_states, head.weight, labels, chunk_rows)
+        dtype = _product_dtype(hidden_states)
+        fused = cross_entropy.can_fuse(hidden_states.device, dtype)
+        total = _LinearCrossEntropy.apply(hidden_states, head.weight, labels, _chunk_rows(vocabulary * (dtype.itemsize if fused else 4)))
     else:
+        chunk_rows = _chunk_rows(vocabulary * 4)
         chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
         total = torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
     if num_items_in_batch is None:
@@ -99,6 +103,11 @@ def chunked_cross_entropy(
     elif isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def _chunk_rows(row_bytes: int) -> int:
+    """How many rows of this size a chunk has."""
+    return max(1, CHUNK_BYTES // row_bytes)
 
 
 def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
@@ -142,17 +151,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             columns = weight.to(dtype)
             for begin in range(0, labels.shape[0], chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
-                x, targets = hidden_states[rows].to(dtype), labels[rows, None]
+                x = hidden_states[rows].to(dtype)
                 logits = x @ columns.t()
-                log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(dtype, torch.float32))
-                log_p_target = log_p.gather(1, targets)
-                loss -= log_p_target.sum()
-                # PERF: exp rounds as it stores, over the logits; the target's value is formed before rounding, as p - 1 cancels.
-                grad = torch.exp(log_p, out=logits).scatter_(1, targets, torch.expm1(log_p_target).to(dtype))
+                loss += cross_entropy.cross_entropy_(logits, labels[rows]).sum()
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], grad, columns)
+                    _add_product(grad_hidden[rows], logits, columns)
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad.t(), x)
+                    _add_product(grad_weight, logits.t(), x)
+                del logits  # or they would live beside the next ones
         ctx.gradients = (grad_hidden, grad_weight)
         return loss
 

@@ -3,18 +3,21 @@
 import copy
 import dataclasses
 
+import emulated
 import pytest
 import small_models
 import tiny_models
 import torch
 import torch.nn.functional as F
 import transformers
+from emulator import build
 from hf_flash2.patches import loss as packed_loss
 from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hf_flash2
+from hf_flash2 import kernels
 
 PADDINGS = (*small_models.PADDINGS, "empty row")
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -211,8 +214,21 @@ def chunked_loss_and_gradients(head, hidden_states, rows, labels, factor=1.0, pl
     return loss.detach(), *first
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def cross_entropy_form(request, monkeypatch):
+    """Which of the two computes loss and gradient of logits on the CPU: the kernel, in the emulator, or torch's functions."""
+    if request.param == "torch":
+        yield request.param
+        return
+    if build.reason_not_buildable() is not None:
+        pytest.skip(build.reason_not_buildable())
+    monkeypatch.setattr(packed_loss.cross_entropy, "_on_gpu", lambda device: True)
+    with emulated.running(monkeypatch, emulated.load(build.build(("forward_sm80_hdim64_bf16",)))):
+        yield request.param
+
+
 @pytest.mark.parametrize("case", ["plain", "frozen head", "autocast", "bf16", "factor", "items", "one chunk"])
-def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, monkeypatch):
+def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, cross_entropy_form, monkeypatch):
     """As exact as a head with a hook, which runs again in the backward: float32 to rounding, bf16 and autocast against float32's result."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if case == "bf16" else torch.float32
@@ -223,9 +239,11 @@ def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, monkeypatc
     labels = torch.randint(0, 40, rows.shape)
     options = {"factor": 1 / 3 if case == "factor" else 1.0} | ({"num_items_in_batch": torch.tensor(7)} if case == "items" else {})
     chunk = 40 if case == "one chunk" else 4
-    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 40 * chunk)
-    sizes, log_softmax = [], torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, *args, **kwargs: sizes.append(x.shape[0]) or log_softmax(x, *args, **kwargs))
+    half = cross_entropy_form == "kernel" and case in ("autocast", "bf16")  # no float32 of these logits
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", (2 if half else 4) * 40 * chunk)
+    owner, name = (kernels, "cross_entropy") if cross_entropy_form == "kernel" else (torch, "log_softmax")
+    sizes, run = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda x, *args, **kwargs: sizes.append(x.shape[0]) or run(x, *args, **kwargs))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
         found = chunked_loss_and_gradients(head, hidden_states, rows, labels, **options)
     assert sizes == ([11] if case == "one chunk" else [4, 4, 3])
