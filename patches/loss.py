@@ -22,6 +22,7 @@ from .packed import token_shape
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
 # columns 1 GB of traffic a time.
 CHUNK_BYTES = 512 * 2**20
+TILE_ROWS = 128  # of a matrix product, for which a tile with fewer rows is as much work
 
 
 def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
@@ -106,8 +107,9 @@ def chunked_cross_entropy(
 
 
 def _chunk_rows(row_bytes: int) -> int:
-    """How many rows of this size a chunk has."""
-    return max(1, CHUNK_BYTES // row_bytes)
+    """How many rows of this size a chunk has: whole tiles of the products where it holds one, at least one row."""
+    rows = CHUNK_BYTES // row_bytes
+    return max(1, rows if rows < TILE_ROWS else rows - rows % TILE_ROWS)
 
 
 def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:

@@ -257,6 +257,14 @@ def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, cross_entr
         assert (ours.float() - truth).abs().max() <= scale * (2e-2 if case in ("autocast", "bf16") else 1e-6)
 
 
+def test_a_chunk_is_whole_tiles_where_it_holds_one(monkeypatch):
+    rows = {}
+    for megabytes in (0, 1, 512):
+        monkeypatch.setattr(packed_loss, "CHUNK_BYTES", megabytes * 2**20)
+        rows[megabytes] = [packed_loss._chunk_rows(vocabulary * 2) for vocabulary in (5_000, 128_256)]
+    assert rows == {0: [1, 1], 1: [104, 4], 512: [53_632, 2048]}
+
+
 def test_which_heads_are_plain(monkeypatch):
     x = torch.randn(2, 3, 8, requires_grad=True)
     linear = torch.nn.Linear(8, 5, bias=False)
