@@ -5,8 +5,6 @@ Gimelshein, arXiv:1805.02867). For the packed loss (patches/loss.py). On a CPU, 
 kernel does not take, and everywhere under HF_FLASH2_LOSS=eager, torch's functions compute the same from log-probabilities in float32.
 """
 
-import os
-
 import torch
 
 from . import kernels, native
@@ -19,7 +17,7 @@ def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
     """
     return (
         _on_gpu(device)
-        and os.environ.get("HF_FLASH2_LOSS") != "eager"
+        and native.setting("HF_FLASH2_LOSS") != "eager"
         and dtype in (torch.bfloat16, torch.float16, torch.float32)
         and native.reason_unavailable(device.index) is None
     )

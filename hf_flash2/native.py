@@ -12,9 +12,6 @@ from pathlib import Path
 LIBRARY_NAME = "libhf_flash2.so"
 FAMILIES = {"auto": 0, "sm80": 80, "sm90": 90}
 
-# PERF: what os.environ keeps its variables in on Linux. Asking itself for a variable that is not set takes ten times as long, 0.6 us.
-_ENVIRONMENT = getattr(os.environ, "_data", None)
-
 
 class LibraryError(RuntimeError):
     """The CUDA library refused a call; the message carries its words."""
@@ -89,11 +86,22 @@ def reason_unavailable(device_index: int = 0) -> str | None:
     return None
 
 
+# PERF: what os.environ keeps its variables in on Linux. Asking itself for a variable that is not set takes ten times as long, 0.6 us.
+_ENVIRONMENT = getattr(os.environ, "_data", None)
+
+
+def setting(name: str) -> str | None:
+    """An environment variable as it is now."""
+    if _ENVIRONMENT is not None and name.encode() not in _ENVIRONMENT:
+        return None
+    return os.environ.get(name)
+
+
 def forced_family() -> int:
     """The kernel family named by HF_FLASH2_FAMILY (sm80, sm90, auto), as the library numbers it. Read at every call, for tests."""
-    if _ENVIRONMENT is not None and b"HF_FLASH2_FAMILY" not in _ENVIRONMENT:
+    name = setting("HF_FLASH2_FAMILY")
+    if name is None:
         return FAMILIES["auto"]
-    name = os.environ.get("HF_FLASH2_FAMILY", "auto")
     if name not in FAMILIES:
         raise ValueError(f"HF_FLASH2_FAMILY must be one of {', '.join(FAMILIES)}, got {name!r}")
     return FAMILIES[name]

@@ -5,11 +5,9 @@ Llama and Mistral on a GPU; on a CPU, and for what `can_fuse` refuses, they keep
 HF_FLASH2_ROTARY=eager.
 """
 
-import os
-
 import torch
 
-from . import kernels
+from . import kernels, native
 
 
 def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -17,7 +15,7 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     batch, seqlen, _, head_dim = q.shape
     return (
         _on_gpu(q)
-        and os.environ.get("HF_FLASH2_ROTARY") != "eager"
+        and native.setting("HF_FLASH2_ROTARY") != "eager"
         and not torch.compiler.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype
@@ -40,7 +38,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 
 def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated by their positions. Differentiable in q and k.
 
@@ -49,10 +47,14 @@ def apply_rotary(
         cos, sin: [B or 1, S, R] of the same dtype, contiguous, as Transformers' rotary modules give them (every angle twice). R, a multiple
             of 16, may be smaller than D: what is beyond is not rotated.
         interleaved: pairs are neighbours (2i, 2i + 1), as in GLM and Cohere; otherwise (i, i + R / 2), as in Llama.
+        in_place: q and k may be overwritten. They are where no graph is recorded: autograd takes no function that changes two views, such
+            as heads of a projection, at once.
     Returns:
-        q and k, new and contiguous. NOTE: not in place, though autograd would allow it behind a linear layer: a forward hook on the
-        projection may have kept its output, and rotated and unrotated q do not live at the same time but for this call.
+        q and k: new and contiguous, or themselves.
     """
+    if in_place and not torch.is_grad_enabled() and kernels.is_readable(q) and kernels.is_readable(k):
+        kernels.rotary(q, k, q, k, cos, sin, interleaved, False)
+        return q, k
     return _Rotary.apply(q, k, cos, sin, interleaved, False)
 
 

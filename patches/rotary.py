@@ -41,7 +41,8 @@ def rotary_attention(
     k = module.k_proj(hidden_states).view(head_shape)
     v = module.v_proj(hidden_states).view(head_shape)
     cos, sin = position_embeddings
-    q, k = _rotate(apply_rotary_pos_emb, q, k, cos, sin)
+    in_place = not torch.is_grad_enabled() and returns_new_tensors(module.q_proj) and returns_new_tensors(module.k_proj)
+    q, k = _rotate(apply_rotary_pos_emb, q, k, cos, sin, in_place)
     if past_key_values is not None:
         k, v = update_cache(past_key_values, k, v, module.layer_idx, cache_position, sin=sin, cos=cos)
     out = attend(
@@ -53,12 +54,22 @@ def rotary_attention(
 
 
 def _rotate(
-    apply_rotary_pos_emb: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    apply_rotary_pos_emb: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated, by our kernel where it takes them and the family's function is the one of Transformers."""
     if apply_rotary_pos_emb.__module__.startswith("transformers.") and rotary.can_fuse(q, k, cos, sin):
-        return rotary.apply_rotary(q, k, cos, sin)
+        return rotary.apply_rotary(q, k, cos, sin, in_place=in_place)
     return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+
+
+def returns_new_tensors(projection: nn.Module) -> bool:
+    """Whether nobody else holds what a projection returns: hooks may keep it, and of other layers (LoRA, quantised) nobody knows."""
+    return (
+        type(projection) is nn.Linear
+        and "forward" not in vars(projection)  # as accelerate's hooks put it
+        and not projection._forward_hooks
+        and not nn.modules.module._global_forward_hooks
+    )
 
 
 def update_cache(

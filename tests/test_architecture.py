@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "native": set(),
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference"},
-    "rotary": {"kernels"},
+    "rotary": {"kernels", "native"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
     "interface": {"packing", "functional", "support", "native", "ops"},

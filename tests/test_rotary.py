@@ -5,6 +5,7 @@ import pytest
 import stand_in
 import torch
 from emulator import build
+from hf_flash2.patches.rotary import returns_new_tensors
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
@@ -84,6 +85,38 @@ def test_what_transformers_computes(device):
     angles = [torch.cat((x[..., ::2],) * 2, -1) for x in (cos, sin)]  # GLM's function repeats each angle itself
     expected = glm_rotary(q, k, *angles, unsqueeze_dim=2)
     assert all(torch.equal(a, b) for a, b in zip(rotary.apply_rotary(q, k, cos, sin, interleaved=True), expected, strict=True))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_in_place(device, interleaved):
+    """The same bits, in the place of q and k; where gradients are recorded, or the kernel cannot write the strides, in new tensors."""
+    q, k, cos, sin = problem(device, torch.bfloat16, 80, 32, interleaved)
+    expected = [x.detach() for x in rotary.apply_rotary(q, k, cos, sin, interleaved)]
+    recorded = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+    assert all(map(torch.equal, recorded, expected)) and not any(x is y for x, y in zip(recorded, (q, k), strict=True))
+    with torch.no_grad():
+        odd = [torch.nn.functional.pad(x, (0, 4))[..., :-4] for x in (q, k)]
+        found = rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True)
+        assert all(map(torch.equal, found, expected)) and all(map(torch.equal, odd, (q, k)))
+        q, k = (x.clone(memory_format=torch.preserve_format) for x in (q, k))
+        found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+        assert all(map(torch.equal, found, expected)) and all(x is y for x, y in zip(found, (q, k), strict=True))
+
+
+def test_whose_output_may_be_overwritten(monkeypatch):
+    """That of a plain projection. Whoever watches one finds in his hands what it returned."""
+    projection = torch.nn.Linear(8, 8)
+    assert returns_new_tensors(projection)
+    assert not returns_new_tensors(torch.nn.Sequential(projection))
+    handle = projection.register_forward_hook(lambda *_: None)
+    assert not returns_new_tensors(projection)
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not returns_new_tensors(projection)
+    handle.remove()
+    assert returns_new_tensors(projection)
+    monkeypatch.setattr(projection, "forward", projection.forward)
+    assert not returns_new_tensors(projection)
 
 
 def test_an_empty_batch(device):

@@ -163,8 +163,8 @@ def test_the_rotary_kernel_runs_where_it_can_and_the_function_is_transformers_ow
     own = getattr(hf_flash2.patches, family).__dict__[f"modeling_{family}"].apply_rotary_pos_emb
     fused = []
 
-    def apply_rotary(q, k, cos, sin):
-        fused.append(q.shape)
+    def apply_rotary(q, k, cos, sin, in_place):
+        fused.append((q.shape, in_place))
         return own(q, k, cos, sin, unsqueeze_dim=2)
 
     monkeypatch.setattr(rotary, "apply_rotary", apply_rotary)
@@ -174,8 +174,18 @@ def test_the_rotary_kernel_runs_where_it_can_and_the_function_is_transformers_ow
         assert fused == []
         monkeypatch.setattr(rotary, "can_fuse", lambda *tensors: True)
         assert torch.equal(model(**inputs).logits, expected)
-        assert fused == [(small_models.BATCH, small_models.LENGTH, 4, 12)] * 2
+        shape = (small_models.BATCH, small_models.LENGTH, 4, 12)
+        assert fused == [(shape, True)] * 2
         module = getattr(hf_flash2.patches, family).__dict__[f"modeling_{family}"]
         monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda *args, **options: own(*args, **options))  # someone else's
         assert torch.equal(model(**inputs).logits, expected)
     assert len(fused) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(rotary, "apply_rotary", apply_rotary)
+    monkeypatch.setattr(rotary, "can_fuse", lambda *tensors: True)
+    model(**inputs)
+    with torch.no_grad():
+        handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
+        model(**inputs)
+        handle.remove()
+    assert fused[2:] == [(shape, False), (shape, False), (shape, False), (shape, True)]  # gradients; a hook on the first layer
