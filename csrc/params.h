@@ -1,7 +1,8 @@
 // The C ABI of libhf_flash2.so: the data that crosses from Python into the kernels.
-// Plain data, no torch, no CUDA headers. What stays the same from call to call (shapes, strides, numbers) is packed once, as Params whose
-// addresses are null; the addresses, which change, come beside them as Addresses, in the same order. Fields are ordered by size (8-byte fields first, then 4-byte) so that the layout has no holes
-// except at the end; hf_flash2/kernels.py packs the same layout and the library refuses a struct whose size differs.
+// Plain data, no torch, no CUDA headers. What stays the same from call to call (shapes, strides, numbers) is packed once, as Params
+// whose addresses are null; the addresses, which change, come beside them as Addresses, in the same order. Fields are ordered by size
+// (8-byte fields first, then 4-byte) so that the layout has no holes except at the end; hf_flash2/kernels.py packs the same layout and
+// the library refuses a struct whose size differs.
 // Strides are in elements. "dense" means q [B, Sq, H, D]; "packed" means q [Tq, H, D] with cu_seqlens.
 #pragma once
 #include <stdint.h>

@@ -98,7 +98,7 @@ def test_thread_blocks_that_walk_over_tiles(case, emulate):
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
-@pytest.mark.parametrize("window", ((-1, 0), (200, 0)))
+@pytest.mark.parametrize("window", ((-1, 0), (200, 0), (-1, -1)))
 @pytest.mark.parametrize("head_dim", (64, 192))
 def test_deterministic_results_do_not_depend_on_the_order(family, window, head_dim, library, monkeypatch):
     """Key blocks that run at once and in any order still add to dq in theirs. Asked not to, they do not."""
@@ -113,9 +113,10 @@ def test_deterministic_results_do_not_depend_on_the_order(family, window, head_d
             return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     expected = results(seed=0, resident=1, deterministic=True)
-    for seed in (1, 2, 3):
-        assert all(map(torch.equal, results(seed, 4, deterministic=True), expected))
-    assert not torch.equal(results(1, 4, deterministic=False)[1], expected[1])
+    schedules = ((1, 4), (2, 2), (3, 4))
+    for schedule in schedules:
+        assert all(map(torch.equal, results(*schedule, deterministic=True), expected))
+    assert not all(torch.equal(results(*schedule, deterministic=False)[1], expected[1]) for schedule in schedules)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 192))

@@ -5,9 +5,10 @@
 // heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last, one
 // thread loads and one warp adds dQ to global memory. Only dS goes through shared memory, once, for dQ = dS K, which contracts over the keys
 // of both warpgroups: each computes 64 x 64 of it.
-// PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles, its
-// products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector
-// reductions from registers (16k: 586 -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
+// PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles,
+// its products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step
+// under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector reductions from registers (16k: 586
+// -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
 #pragma once
 #include "device/semaphore.cuh"
 #include "sm90/backward_parts.cuh"
@@ -37,11 +38,12 @@ __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 
 // Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
-// first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other by number.
+// first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other.
 // Where the accumulator has been cleared (not first_stores), all add.
 //
-// Waiting always ends. By number: blocks with lower numbers were launched earlier. Else, who is first at a tile is a block that runs, and from
-// taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before it takes the next.
+// Waiting always ends. In deterministic mode it is for blocks that were launched earlier. Else, who is first at a tile is a block that
+// runs, and from taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before
+// it takes the next.
 template <typename Shape>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                                     const BackwardTask& task) {
@@ -70,7 +72,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     bool first = false;
     if (elected) {
       int32_t* semaphore = workspace.semaphores + tile;
-      const int turn = params.deterministic     ? task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)
+      const int turn = params.deterministic     ? task.template turn<Shape>(params.forward, query_block)
                        : arguments.first_stores ? semaphore_take(semaphore)
                                                 : kEveryTurn;
       pass_turn();

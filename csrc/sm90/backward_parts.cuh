@@ -49,6 +49,8 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
+                "what a block has got at its launch; to take more hangs");
 };
 
 // Shared-memory addresses: tiles, the work space of the kernel, rows, then barriers. "full": the copy has landed; "empty": every consumer is
@@ -117,7 +119,7 @@ struct BackwardTask {
     const int query_block_end = mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM);
     // Where the first key block at a tile of dQ stores and the others wait for that, those of one head that start together start at query
     // blocks of their own: under a causal mask, or a window, by themselves (then on = 0, or the same for all), else on the diagonal. Not in
-    // deterministic mode, where a tile takes the key blocks in ascending order.
+    // deterministic mode, where a tile takes the key blocks in the order of their launch.
     const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
     const bool round = arguments.first_stores && !params.deterministic && query_block_begin < query_block_end;
     return {batch,
@@ -137,6 +139,14 @@ struct BackwardTask {
   }
 
   __device__ __forceinline__ bool mask_needed(int query_block) const { return query_block < unmasked_begin || query_block >= unmasked_end; }
+
+  // Deterministic mode: how many key blocks come to a tile of dQ before this one, in the order of their launch (backward_launch.cuh).
+  template <typename Shape>
+  __device__ __forceinline__ int turn(const HfFlash2ForwardParams& params, int query_block) const {
+    const int row_begin = query_block * Shape::kBlockM;
+    return params.window_right >= 0 ? mask.key_block_end(row_begin + Shape::kBlockM, Shape::kBlockN) - 1 - key_block
+                                    : key_block - mask.key_block_begin(row_begin, Shape::kBlockN);
+  }
 
   // Calls f(step, head, query_block, tile) for every query block of every query head, where there are some; tile is its number in the Workspace.
   template <typename F>

@@ -33,27 +33,42 @@ __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& s
 constexpr int kPFull = 2;  // named barrier: the first consumer has written P
 __device__ __forceinline__ int consumer_barrier() { return 3 + threadIdx.x / 128; }
 
-// Adds columns [first_column, + kColumns) of dQ to global memory. In deterministic mode key blocks add in ascending order, each consumer on
-// its own: both pass a turn a block. Blocks with lower numbers were launched earlier, so that waiting for a turn always ends.
-template <typename Shape, int kColumns>
-__device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams& params, const BackwardTask& task,
-                                                   const float (&dq)[kColumns / 8][4], int first_column, int query_block, int tile) {
-  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  const int thread = threadIdx.x % 128;
-  int32_t* semaphore = workspace.semaphores + tile;
-  if (params.deterministic) {
-    if (thread == 0)
-      semaphore_wait(semaphore, 2 * (task.key_block - task.mask.key_block_begin(query_block * Shape::kBlockM, Shape::kBlockN)));
+// Deterministic mode: the key blocks add to a tile of dQ one after the other, each consumer on its own: both pass a turn a block. They
+// wait for blocks that were launched earlier, so that waiting always ends. PERF: they wait while the product runs, and pass a turn on
+// when they meet in the step behind it: then what was added has long arrived, and the fence is cheap.
+struct Turns {
+  int32_t* added = nullptr;  // semaphore of the tile that was added to last
+
+  // By every thread of a consumer.
+  template <typename Shape>
+  __device__ __forceinline__ void wait(const BackwardArguments& arguments, const BackwardTask& task, int query_block, int tile) {
+    if (!arguments.params.deterministic) return;
+    added = Workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns).semaphores + tile;
+    if (threadIdx.x % 128 == 0) semaphore_wait(added, 2 * task.template turn<Shape>(arguments.params.forward, query_block));
     named_barrier_sync(consumer_barrier(), 128);
   }
+  __device__ __forceinline__ void before_meeting() const {
+    if (added != nullptr) __threadfence();
+  }
+  __device__ __forceinline__ void after_meeting() const {
+    if (added != nullptr && threadIdx.x % 128 == 0) semaphore_pass(added);
+  }
+  __device__ __forceinline__ void finish() const {
+    before_meeting();
+    named_barrier_sync(consumer_barrier(), 128);
+    after_meeting();
+  }
+};
+
+// Adds columns [first_column, + kColumns) of dQ to global memory.
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void add_query_gradient(const BackwardArguments& arguments, const float (&dq)[kColumns / 8][4], int first_column,
+                                                   int tile) {
+  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  const int thread = threadIdx.x % 128;
   float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + first_column * 64;
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) reduce_add(columns + (n * 128 + thread / 32 * 32) * 4, thread % 32, dq[n]);
-  if (params.deterministic) {
-    __threadfence();
-    named_barrier_sync(consumer_barrier(), 128);
-    if (thread == 0) semaphore_pass(semaphore);
-  }
 }
 
 // The first consumer: P and dV.
@@ -68,6 +83,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
+  Turns turns;
   task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float p[kBlockM / 8][4], dq[kColumns / 8][4];
@@ -88,14 +104,18 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(stage));
 
+    turns.before_meeting();
     consumers_meet<Shape>();  // dS is complete
+    turns.after_meeting();
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
+    turns.wait<Shape>(arguments, task, query_block, tile);
     wgmma_wait<1>();
     mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
-    add_query_gradient<Shape, kColumns>(params, task, dq, 0, query_block, tile);
+    add_query_gradient<Shape, kColumns>(arguments, dq, 0, tile);
   });
+  turns.finish();
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
   store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
 }
@@ -110,6 +130,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
+  Turns turns;
   task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float ds[kBlockM / 8][4], dq[kColumns / 8][4];
@@ -132,15 +153,19 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     mbarrier_wait(shared.q_full(stage), parity);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
 
+    turns.before_meeting();
     consumers_meet<Shape>();  // dS is complete
+    turns.after_meeting();
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
                                              shared.k() + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
+    turns.wait<Shape>(arguments, task, query_block, tile);
     wgmma_wait<1>();
     mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
-    add_query_gradient<Shape, kColumns>(params, task, dq, Shape::kFirstColumns, query_block, tile);
+    add_query_gradient<Shape, kColumns>(arguments, dq, Shape::kFirstColumns, tile);
   });
+  turns.finish();
   wgmma_use<kHeadDim / 2>(&dk[0][0]);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
