@@ -191,6 +191,26 @@ const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   return nullptr;
 }
 
+struct ForwardKernels {
+  HfFlash2Family family;
+  void (*run)(const HfFlash2ForwardParams&);
+  int64_t (*workspace_bytes)(const HfFlash2ForwardParams&);
+};
+
+ForwardKernels choose_forward(const HfFlash2ForwardParams& params) {
+  const HfFlash2Family family = choose_family(params.family, reason_not_sm90(params));
+  return dispatch_head_dim<ForwardKernels>(params, [&](auto head_dim) {
+    return dispatch_dtype(params.dtype, [&](auto dtype) -> ForwardKernels {
+      constexpr int kHeadDim = decltype(head_dim)::value;
+      using T = decltype(dtype);
+      if constexpr (kHasSm90) {
+        if (family == kSm90) return {kSm90, sm90::run_forward<kHeadDim, T>, sm90::forward_workspace_bytes<kHeadDim, T>};
+      }
+      return {kSm80, sm80::run_forward<kHeadDim, T>, [](const HfFlash2ForwardParams&) -> int64_t { return 0; }};
+    });
+  });
+}
+
 struct BackwardKernels {
   HfFlash2Family family;
   void (*run)(const HfFlash2BackwardParams&);
@@ -214,6 +234,7 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
 
 HfFlash2ForwardParams with_addresses(HfFlash2ForwardParams params, const HfFlash2ForwardAddresses& addresses) {
   params.stream = addresses.stream;
+  params.workspace = addresses.workspace;
   params.q.data = addresses.q;
   params.k.data = addresses.k;
   params.v.data = addresses.v;
@@ -288,18 +309,20 @@ int hf_flash2_forward(const HfFlash2ForwardParams* layout, const HfFlash2Forward
   return guarded([&]() -> int {
     const HfFlash2ForwardParams params = with_addresses(*layout, *addresses);
     check_forward(params);
+    const ForwardKernels kernels = choose_forward(params);
+    if (params.workspace_bytes < static_cast<uint64_t>(kernels.workspace_bytes(params)))
+      return fail(kErrorWorkspace, "workspace_bytes is less than hf_flash2_forward_workspace_bytes()");
     const DeviceGuard guard(params.device);
-    const HfFlash2Family family = choose_family(params.family, reason_not_sm90(params));
-    dispatch_head_dim<void>(params, [&](auto head_dim) {
-      dispatch_dtype(params.dtype, [&](auto dtype) {
-        constexpr int kHeadDim = decltype(head_dim)::value;
-        if constexpr (kHasSm90) {
-          if (family == kSm90) return sm90::run_forward<kHeadDim, decltype(dtype)>(params);
-        }
-        sm80::run_forward<kHeadDim, decltype(dtype)>(params);
-      });
-    });
-    return family;
+    kernels.run(params);
+    return kernels.family;
+  });
+}
+
+int64_t hf_flash2_forward_workspace_bytes(const HfFlash2ForwardParams* layout, const HfFlash2ForwardAddresses* addresses) {
+  return guarded([&]() -> int64_t {
+    const HfFlash2ForwardParams params = with_addresses(*layout, *addresses);
+    check_forward(params);
+    return choose_forward(params).workspace_bytes(params);
   });
 }
 

@@ -13,8 +13,11 @@ HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params, const
 // negative, as there, when it cannot. `device` has passed hf_flash2_check_device.
 HF_FLASH2_API int hf_flash2_forward_family(int device, int family);
 
-// Device scratch that hf_flash2_backward needs for these params, in bytes, whatever the addresses, as long as the same ones are null; negative
-// on error.
+// Device scratch that hf_flash2_forward needs for these params, in bytes, whatever the addresses, as long as the same ones are null; negative
+// on error. Mostly 0, so that a caller may leave the question until hf_flash2_forward answers kErrorWorkspace.
+HF_FLASH2_API int64_t hf_flash2_forward_workspace_bytes(const HfFlash2ForwardParams* params, const HfFlash2ForwardAddresses* addresses);
+
+// The same for hf_flash2_backward, which always needs some.
 HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params, const HfFlash2BackwardAddresses* addresses);
 
 // Rotary position embedding of q and k; returns 0.

@@ -65,7 +65,9 @@ def headers() -> dict[str, str]:
 
 def _source(family: str, direction: str, head_dim: int, ctype: str) -> str:
     struct = f"HfFlash2{direction.capitalize()}Params"
-    functions = {"forward": ("void run_forward",), "backward": ("void run_backward", "int64_t backward_workspace_bytes")}[direction]
+    functions = [f"void run_{direction}"]
+    if (family, direction) != ("sm80", "forward"):  # which needs no workspace
+        functions.append(f"int64_t {direction}_workspace_bytes")
     instances = "".join(f"template {function}<{head_dim}, {ctype}>(const {struct}&);\n" for function in functions)
     namespace = f"hf_flash2::{family}"
     return f'#include "{family}/{direction}_launch.cuh"\nnamespace {namespace} {{\n{instances}}}  // namespace {namespace}\n'

@@ -24,8 +24,10 @@ typedef struct HfFlash2Sequences {
 } HfFlash2Sequences;
 
 typedef struct HfFlash2ForwardParams {
-  uint64_t struct_size;  // sizeof(HfFlash2ForwardParams), checked
-  void* stream;          // cudaStream_t
+  uint64_t struct_size;      // sizeof(HfFlash2ForwardParams), checked
+  void* stream;              // cudaStream_t
+  void* workspace;           // device scratch, 256-byte aligned, uninitialised; null where none is needed, which is mostly so
+  uint64_t workspace_bytes;  // at least hf_flash2_forward_workspace_bytes()
 
   HfFlash2Tensor q;    // [B, Sq, H, D] or [Tq, H, D]
   HfFlash2Tensor k;    // [B, Sk, Hk, D] or [Tk, Hk, D]
@@ -66,7 +68,7 @@ typedef struct HfFlash2ForwardParams {
 
 typedef struct HfFlash2BackwardParams {
   uint64_t struct_size;           // sizeof(HfFlash2BackwardParams), checked
-  HfFlash2ForwardParams forward;  // as the forward got it, with its out and softmax_lse
+  HfFlash2ForwardParams forward;  // as the forward got it, with its out and softmax_lse; its workspace is not read
   HfFlash2Tensor dout;            // as out
   HfFlash2Tensor dq;              // as q
   HfFlash2Tensor dk;              // as k
@@ -81,6 +83,7 @@ typedef struct HfFlash2BackwardParams {
 // What a call puts into the params of its layout.
 typedef struct HfFlash2ForwardAddresses {
   void* stream;  // cudaStream_t
+  void* workspace;
   void* q;
   void* k;
   void* v;
@@ -153,4 +156,5 @@ enum HfFlash2Error {
   kErrorUnsupported = -3,  // this device, or this build of the library, has no kernel for it
   kErrorCuda = -4,         // the CUDA runtime refused; hf_flash2_last_error() has its words
   kErrorMisaligned = -5,   // an address is no multiple of 16; a copy of the tensor would do
+  kErrorWorkspace = -6,    // of a forward: workspace_bytes is too small. Nothing ran; ask for the size and call again
 };

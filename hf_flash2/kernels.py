@@ -12,11 +12,12 @@ from . import native
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 # Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
-_FORWARD = struct.Struct("=QQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
+_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
-_FORWARD_ADDRESSES = struct.Struct("=12Q")
-_BACKWARD_ADDRESSES = struct.Struct("=18Q")
+_WORKSPACE_BYTES_AT = struct.calcsize("=QQQ")  # in _FORWARD
+_FORWARD_ADDRESSES = struct.Struct("=13Q")
+_BACKWARD_ADDRESSES = struct.Struct("=19Q")
 _ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
 _CROSS_ENTROPY = struct.Struct("=QQ" + "QQQq" + "iiii")
 
@@ -67,32 +68,42 @@ class Layout:
         self._gradients = tuple(element.expand(x.shape) for x in (q, k, v))
         out, softmax_lse = map(torch.empty_like, self._outputs)
         self._packed = packed = q.dim() == 3
-        self._forward = _FORWARD.pack(
-            _FORWARD.size, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
+        params = _FORWARD.pack(
+            _FORWARD.size, 0, 0, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
             0, 0 if packed else softmax_lse.stride(0), softmax_lse.stride(-2), 0, 0, 0, 0,
             0, 0 if key_mask is None else key_mask.stride(0), 0,
             device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
             native.forced_family(), softmax_scale, dropout_p,
         )  # fmt: skip
-        self._backwards: dict[tuple, tuple[bytes, torch.Tensor]] = {}  # (params, something as large as the workspace)
+        # With each, something as large as the workspace. A forward is taken to need none until it says so: few do.
+        self._forward: tuple[bytes, torch.Tensor | None] = params, None
+        self._backwards: dict[tuple, tuple[bytes, torch.Tensor]] = {}
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Run the forward kernel on the current stream of q's device. Returns out, softmax_lse and the kernel family that ran.
 
         Raises MisalignedError where an address is not a multiple of 16: see `aligned`.
+
+        Scratch, where queries are so few that their keys are split: out and softmax_lse in float32, once for every split.
         """
+        params, workspace_like = self._forward
         out_like, lse_like = self._outputs
         if self._gaps[0]:
             out, softmax_lse = torch.zeros_like(out_like), torch.full_like(lse_like, float("inf"))
         else:
             out, softmax_lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        workspace = None if workspace_like is None else torch.empty_like(workspace_like)
         addresses = _FORWARD_ADDRESSES.pack(
-            _current_stream(self._device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
+            _current_stream(self._device), 0 if workspace is None else workspace.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
             *(_NO_SEQUENCES if sequences is DENSE else self._sequence_addresses(*sequences)),
         )  # fmt: skip
-        family = self._library.hf_flash2_forward(self._forward, addresses)
+        family = self._library.hf_flash2_forward(params, addresses)
         if family < 0:
+            if family == native.NEEDS_WORKSPACE and workspace is None:
+                self._forward = self._with_workspace(self._library, params, addresses)
+                return self.forward(q, k, v, sequences)
             native.checked(self._library, family)
         return out, softmax_lse, family
 
@@ -123,7 +134,7 @@ class Layout:
         new = [torch.zeros_like if gaps else torch.empty_like for gaps in self._gaps]
         dq, dk, dv = (create(like) for create, like in zip((new[0], new[1], new[1]), self._gradients, strict=True))
         addresses = (
-            _current_stream(self._device), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
+            _current_stream(self._device), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
             *self._sequence_addresses(*sequences), dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), _address(dlse),
         )  # fmt: skip
         lib, key = self._library, (dout.stride(), deterministic)
@@ -146,16 +157,26 @@ class Layout:
         q, k, v = map(_aligned, (q, k, v))
         return Layout(q, k, v, *sequences[:3], *self._numbers), q, k, v
 
+    def _with_workspace(self, lib, params: bytes, addresses: bytes) -> tuple[bytes, torch.Tensor]:
+        """Params of a forward with the size of the workspace that it needs, and something as large."""
+        needed = native.checked(lib, lib.hf_flash2_forward_workspace_bytes(params, addresses))
+        before, after = params[:_WORKSPACE_BYTES_AT], params[_WORKSPACE_BYTES_AT + 8 :]
+        return before + struct.pack("=Q", needed) + after, self._scratch(needed)
+
     def _pack_backward(self, lib, tensors, addresses, deterministic: bool) -> tuple[bytes, torch.Tensor]:
         """The params, and something as large as the workspace."""
-        head = struct.pack("=Q", _BACKWARD_SIZE) + self._forward
+        head = struct.pack("=Q", _BACKWARD_SIZE) + self._forward[0]
         tensors = [field for x in tensors for field in _unaddressed(x)]
 
         def pack(workspace_bytes: int) -> bytes:
             return head + _BACKWARD_TAIL.pack(*tensors, 0, 0, workspace_bytes, int(deterministic), 0)
 
         needed = native.checked(lib, lib.hf_flash2_backward_workspace_bytes(pack(0), _BACKWARD_ADDRESSES.pack(*addresses, 0)))
-        return pack(needed), self._gradients[0].new_empty(1, dtype=torch.uint8).expand(needed)
+        return pack(needed), self._scratch(needed)
+
+    def _scratch(self, size_bytes: int) -> torch.Tensor:
+        """A tensor as large as that, but for its memory."""
+        return self._gradients[0].new_empty(1, dtype=torch.uint8).expand(size_bytes)
 
     def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state) -> tuple[int, ...]:
         at_q, at_k = _address(seqlens_q), _address(seqlens_k)

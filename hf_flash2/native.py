@@ -11,6 +11,7 @@ from pathlib import Path
 
 LIBRARY_NAME = "libhf_flash2.so"
 FAMILIES = {"auto": 0, "sm80": 80, "sm90": 90}
+NEEDS_WORKSPACE = -6  # what a forward answers that was not given the scratch it needs
 
 
 class LibraryError(RuntimeError):
@@ -54,8 +55,9 @@ def _declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, f"hf_flash2_{name}")
         function.argtypes = [ctypes.c_char_p] * structs
         function.restype = ctypes.c_int
-    lib.hf_flash2_backward_workspace_bytes.argtypes = [ctypes.c_char_p] * 2
-    lib.hf_flash2_backward_workspace_bytes.restype = ctypes.c_int64
+    for function in (lib.hf_flash2_forward_workspace_bytes, lib.hf_flash2_backward_workspace_bytes):
+        function.argtypes = [ctypes.c_char_p] * 2
+        function.restype = ctypes.c_int64
     lib.hf_flash2_forward_family.argtypes = [ctypes.c_int, ctypes.c_int]
     lib.hf_flash2_forward_family.restype = ctypes.c_int
     lib.hf_flash2_check_device.argtypes = [ctypes.c_int]

@@ -75,6 +75,10 @@ class Library:
         self.calls.append(filled)
         return 80
 
+    def hf_flash2_forward_workspace_bytes(self, params: bytes, addresses: bytes) -> int:
+        with_addresses("HfFlash2Forward", params, addresses)
+        return self.WORKSPACE_BYTES
+
     def hf_flash2_backward(self, params: bytes, addresses: bytes) -> int:
         self.calls.append(with_addresses("HfFlash2Backward", params, addresses))
         return 80

@@ -17,7 +17,7 @@ from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import compare, peek_rng_state
 
-from hf_flash2 import flash_attn_func, last_backend, native, ops
+from hf_flash2 import flash_attn_func, kernels, last_backend, native, ops
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -199,6 +199,95 @@ def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeyp
     together, bytes_together = run(k, v)
     assert all(map(torch.equal, together, apart))
     assert bytes_together * tiles[0] == bytes_apart * tiles[1] > 0
+
+
+@pytest.fixture
+def splits(library, monkeypatch):
+    """Call with a sample: among how many thread blocks the forwards of this test split its keys, one after another."""
+    asked, ask = [], library.hf_flash2_forward_workspace_bytes
+
+    def recorded(params: bytes, addresses: bytes) -> int:
+        asked.append(ask(params, addresses))
+        return asked[-1]
+
+    monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", recorded)
+
+    def of(sample: Sample) -> list[float]:
+        case = sample.case
+        rows = (sum(case.lengths_q) if case.form == "packed" else sample.batch * sample.seqlen_q) * case.heads[0]
+        return [workspace_bytes / (rows * (case.head_dim_v + 1) * 4) for workspace_bytes in asked]
+
+    return of
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.group == "split"], ids=lambda case: case.id)
+def test_split_keys(case, emulate, splits):
+    sample = Sample(case, torch.bfloat16, CPU)
+    order = zlib.crc32(case.id.encode())
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=order % 5, resident=1 + order % 3), sample)
+    assert [split > 1 for split in splits(sample)] == [True]
+
+
+def test_split_keys_in_half_precision_and_with_the_gradient_of_lse(emulate, splits):
+    sample = Sample(Case("split", lengths_q=(3, 3), lengths_k=(900, 900), causal=True), torch.float16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, with_dlse=True), sample, with_dlse=True)
+    assert splits(sample) == [4]
+
+
+@pytest.mark.parametrize("window", ((-1, -1), (-1, 0), (900, 0)))
+def test_split_keys_give_the_same_bits_in_any_order(window, emulate, splits):
+    sample = Sample(Case("split", 128, (8, 2), lengths_q=(17,), lengths_k=(1100,), window=window), torch.bfloat16, CPU)
+    first = emulate("sm90", sample, emulated.WIDE_HOPPER)
+    for seed in (1, 2, 3):
+        again = emulate("sm90", sample, emulated.WIDE_HOPPER, seed=seed, resident=1 + 5 * seed)
+        assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
+    assert splits(sample) == [5] * 4
+
+
+CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
+    "one query": (((8, 1), 1, 64 * 128, 1, (-1, 0)), 16),
+    "one query, several sequences": (((8, 1), 1, 64 * 128, 5, (-1, 0)), 3),
+    "as many tiles as multiprocessors": (((8, 1), 1, 64 * 128, 16, (-1, 0)), 1),
+    "a last round with one tile": (((8, 1), 1, 64 * 128, 17, (-1, 0)), 3),
+    "two full rounds": (((8, 1), 1, 64 * 128, 32, (-1, 0)), 1),
+    "few keys": (((8, 1), 1, 4 * 128, 1, (-1, 0)), 1),
+    "as few as pay": (((8, 1), 1, 4 * 128 + 1, 1, (-1, 0)), 5),
+    "shares of 2, not all multiprocessors": (((8, 1), 1, 17 * 128, 1, (-1, 0)), 9),
+    "a window": (((8, 1), 1, 64 * 128, 1, (511, 0)), 5),
+    "a part of a prompt": (((4, 4), 256, 32 * 128, 1, (-1, 0)), 2),
+    "a short prompt": (((2, 2), 512, 512, 1, (-1, 0)), 1),
+    "a causal prompt, more tiles than multiprocessors": (((3, 3), 1024, 8192, 1, (-1, 0)), 1),
+    "the same with all keys": (((3, 3), 1024, 8192, 1, (-1, -1)), 2),
+    "no queries": (((8, 1), 0, 64 * 128, 1, (-1, 0)), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_when_keys_are_split(name, library, monkeypatch):
+    (heads, queries, keys, batch, window), expected = CHOICES[name]
+    q, k = (torch.zeros(batch, length, count, 128, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        params, _ = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, *window, 0.0)._forward
+    addresses = kernels._FORWARD_ADDRESSES.pack(*[16] * 7, *kernels._NO_SEQUENCES)
+    needed = batch * heads[0] * queries * expected * (128 + 1) * 4 if expected > 1 else 0
+    assert library.hf_flash2_forward_workspace_bytes(params, addresses) == needed
+
+
+def test_a_forward_without_the_workspace_it_needs_does_not_run(library, monkeypatch):
+    q, k = (torch.randn(1, length, 1, 64, dtype=torch.bfloat16) for length in (1, 1000))
+    out, softmax_lse, workspace = torch.full_like(q, 7), torch.full((1, 1, 1), 7.0), torch.zeros(8 * (64 + 1))
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        params, _ = kernels.Layout(q, k, k, None, None, None, 1, 1000, 1.0, -1, -1, 0.0)._forward
+    tensors = (x.data_ptr() for x in (workspace, q, k, k, out, softmax_lse))
+    addresses = kernels._FORWARD_ADDRESSES.pack(0, *tensors, *kernels._NO_SEQUENCES)
+    fields = list(kernels._FORWARD.unpack(params))
+    for short in (workspace.nbytes, 1, 0):
+        fields[3] = workspace.nbytes - short
+        ran = library.hf_flash2_forward(kernels._FORWARD.pack(*fields), addresses)
+        assert ran == (90 if short == 0 else native.NEEDS_WORKSPACE)
+        assert short == 0 or native.last_error(library) == "workspace_bytes is less than hf_flash2_forward_workspace_bytes()"
+        assert ((out == 7).all() and (softmax_lse == 7).all()) == (short != 0)
 
 
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)

@@ -192,6 +192,7 @@ REPEATED = [
     Case("repeat", head_dim=256, lengths_q=(1, 129, 0, 260), form="packed", causal=True),
     Case("repeat", head_dim=96, heads=(6, 2), lengths_q=(64, 200), form="ranges", padding="holes", causal=True),
     Case("repeat", head_dim=96, lengths_q=(64, 200), form="ranges", padding="left", dropout_p=0.1),
+    Case("repeat", head_dim=128, heads=(8, 2), lengths_q=(3, 3), lengths_k=(2000, 2000), causal=True),
 ]
 
 
@@ -352,6 +353,20 @@ def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case.group == "split"], ids=lambda case: case.id)
+def test_few_queries_and_many_keys_are_split(case, device, monkeypatch):
+    """What test_forward_and_backward has run of this group did take the way that it is there for."""
+    if "sm90" not in native.families(torch.cuda.current_device()):
+        pytest.skip("the Hopper family alone splits keys")
+    library, asked = native.library(), []
+    ask = library.hf_flash2_forward_workspace_bytes
+    monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
+    sample = Sample(case, torch.bfloat16, device)
+    sample.call(*sample.inputs()[:3])
+    assert len(asked) == 1 and asked[0] > 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 def test_no_host_synchronisation(form, family, device, request):
     dropout_p = 0.0 if family == "sm90" else 0.1
@@ -400,7 +415,9 @@ def test_runs_on_the_current_stream(family, device):
 @pytest.mark.gpu
 def test_two_streams_at_once(family, device):
     """Calls in flight together share no scratch."""
-    samples = [Sample(Case("stream", head_dim=d, lengths_q=(512,) * 2), torch.bfloat16, device) for d in (64, 128)]
+    cases = [Case("stream", head_dim=d, lengths_q=(512,) * 2) for d in (64, 128)]
+    cases.append(Case("stream", head_dim=128, lengths_q=(3,) * 2, lengths_k=(4096,) * 2))  # split keys
+    samples = [Sample(case, torch.bfloat16, device) for case in cases]
     expected = [sample.actual(deterministic=True) for sample in samples]
     inputs = [sample.inputs() for sample in samples]
     streams = [torch.cuda.Stream() for _ in samples]
@@ -419,13 +436,15 @@ def test_two_streams_at_once(family, device):
 
 
 @pytest.mark.gpu
-def test_runs_inside_a_cuda_graph(family, device):
-    sample = Sample(Case("graph", head_dim=128, lengths_q=(1, 300, 0, 64), form="packed", causal=True), torch.bfloat16, device)
+@pytest.mark.parametrize("lengths_k", ((1, 300, 0, 64), (2000, 300, 7, 64)), ids=("prompts", "split keys"))
+def test_runs_inside_a_cuda_graph(lengths_k, family, device):
+    case = Case("graph", head_dim=128, lengths_q=(1, 300, 0, 64), lengths_k=lengths_k, form="packed", causal=True)
+    sample = Sample(case, torch.bfloat16, device)
     q, k, v, dout = sample.inputs()
-    cu_seqlens = sample.cu_seqlens(sample.case.lengths_q)
+    cu_seqlens = [sample.cu_seqlens(lengths) for lengths in (case.lengths_q, case.lengths_k)]
 
     def step():
-        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 300, 300, causal=True, deterministic=True)
+        out = flash_attn_varlen_func(q, k, v, *cu_seqlens, max(case.lengths_q), max(case.lengths_k), causal=True, deterministic=True)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
     side = torch.cuda.Stream()

@@ -7,7 +7,7 @@ import stand_in
 import torch
 import torch.nn.functional as F
 
-from hf_flash2 import functional, kernels, ops
+from hf_flash2 import functional, kernels, native, ops
 
 STRUCTS = stand_in.structs()
 Forward, Backward = STRUCTS["HfFlash2ForwardParams"], STRUCTS["HfFlash2BackwardParams"]
@@ -41,6 +41,8 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
     return {
         "struct_size": ctypes.sizeof(Forward),
         "stream": 7,
+        "workspace": 0,
+        "workspace_bytes": 0,
         "q": operand(q), "k": operand(k), "v": operand(v), "out": operand(out),
         "softmax_lse": lse.data_ptr(),
         "lse_batch_stride": 0 if packed else lse.stride(0),
@@ -101,6 +103,34 @@ def test_forward_params(name, library):
         assert plain(Forward.from_buffer_copy(library.calls[call])) == expected_forward(*tensors, out, lse, **others)
     gaps = "seqlens_q" in others and sequences[0].dim() == 2
     assert not gaps or (not out.any() and lse.eq(float("inf")).all())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_that_needs_a_workspace_gets_one(name, library, monkeypatch):
+    """The library says so, once for a layout."""
+    tensors, others = CALLS[name]()
+    layout, sequences = planned(tensors, others)
+    run, refusals = library.hf_flash2_forward, []
+
+    def forward(params: bytes, addresses: bytes) -> int:
+        if Forward.from_buffer_copy(params).workspace_bytes >= library.WORKSPACE_BYTES:
+            return run(params, addresses)
+        refusals.append(params)
+        return library._fail("workspace_bytes", native.NEEDS_WORKSPACE)
+
+    monkeypatch.setattr(library, "hf_flash2_forward", forward)
+    for _ in range(2):
+        out, lse, family = layout.forward(*tensors, sequences)
+        params = plain(Forward.from_buffer_copy(library.calls[-1]))
+        assert params["workspace"] != 0
+        workspace = {"workspace": params["workspace"], "workspace_bytes": library.WORKSPACE_BYTES}
+        assert family == 80 and params == expected_forward(*tensors, out, lse, **others) | workspace
+    assert len(refusals) == 1
+    layout.backward(torch.empty_like(out), None, *tensors, out, lse, sequences, False)
+    assert Backward.from_buffer_copy(library.calls[-1]).forward.workspace == 0
+    monkeypatch.setattr(library, "WORKSPACE_BYTES", library.WORKSPACE_BYTES + 1)
+    with pytest.raises(native.LibraryError, match="workspace_bytes"):  # one that is given all it asks for and asks again
+        layout.forward(*tensors, sequences)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -6,6 +6,7 @@
 // named barriers makes them take turns at issuing, so that one computes softmax while another has the tensor cores.
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
+// Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together.
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
@@ -13,6 +14,7 @@
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
 #include "sm90/clear_rows.cuh"
+#include "sm90/combine.cuh"
 #include "sm90/scheduler.h"
 #include "sm90/store.cuh"
 #include "tiles.h"
@@ -25,6 +27,7 @@ struct ForwardArguments {
   HfFlash2ForwardParams params;
   Divisor heads, group;  // tiles of one token over all heads; query heads that share a key head
   int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
+  Divisor splits;        // how many units share the key blocks of a tile; 1: results are final
   TileScheduler scheduler;
 };
 
@@ -62,7 +65,7 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
 };
 
-// What a query block is: the same for loader and consumers.
+// What a query block and a share of its keys is: the same for loader and consumers.
 struct ForwardTask {
   int batch, head;             // the first of the tile's heads
   int query_begin, query_end;  // of the tile: the end may lie behind the sequence
@@ -71,13 +74,15 @@ struct ForwardTask {
   int key_block_begin, key_block_end;
 
   template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head) {
+  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head, int split) {
     const HfFlash2ForwardParams& params = arguments.params;
     const int batch = arguments.heads.quotient(batch_head);
     const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
     const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
     const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
     const Mask mask(params, batch, q, k);
+    const int begin = mask.key_block_begin(query_begin, kBlockN);
+    const int blocks = query_begin < q.length ? max(0, mask.key_block_end(query_end, kBlockN) - begin) : 0;
     return {batch,
             arguments.heads.remainder(batch_head) << arguments.tile_heads_log2,
             query_begin,
@@ -85,20 +90,22 @@ struct ForwardTask {
             q,
             k,
             mask,
-            mask.key_block_begin(query_begin, kBlockN),
-            query_begin < q.length ? mask.key_block_end(query_end, kBlockN) : 0};
+            begin + arguments.splits.quotient(blocks * split),
+            begin + arguments.splits.quotient(blocks * (split + 1))};
   }
-  __device__ __forceinline__ int key_blocks() const { return max(0, key_block_end - key_block_begin); }
+  __device__ __forceinline__ int key_blocks() const { return key_block_end - key_block_begin; }
 };
 
-// Calls f(query_block, batch_head) for every tile of this thread block.
+// Calls f(query_block, batch_head, split) for every tile of this thread block.
 template <typename F>
-__device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const F& f) {
-  const int units = scheduler.units();
+__device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
+  const TileScheduler& scheduler = arguments.scheduler;
+  const int units = scheduler.units() * arguments.splits.divisor;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
       int query_block, batch_head;
-      if (scheduler.tile(unit, part, query_block, batch_head)) f(query_block, batch_head);
+      if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
+        f(query_block, batch_head, arguments.splits.remainder(unit));
     }
   }
 }
@@ -110,8 +117,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
   int use = 0, query_use = 0;  // key blocks and query blocks loaded so far
 
-  for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head);
+  for_each_tile(arguments, [&](int query_block, int batch_head, int split) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split);
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
@@ -177,8 +184,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
   int use = 0, query_use = 0;  // key blocks and query blocks computed so far
-  for_each_tile(arguments.scheduler, [&](int query_block, int batch_head) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(arguments, query_block, batch_head);
+  for_each_tile(arguments, [&](int query_block, int batch_head, int split) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(arguments, query_block, batch_head, split);
     if (task.query_begin >= task.q.length) return;
     const int row = query_block * Shape::kBlockM + group_row;
     OnlineSoftmax<1> softmax;
@@ -267,6 +274,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       const int query = (row + half * 8) >> arguments.tile_heads_log2, token = task.q.start + query;
       const int head = task.head + ((row + half * 8) & ((1 << arguments.tile_heads_log2) - 1));
       const bool valid = query < task.q.length;
+      if (arguments.splits.divisor > 1) {
+        const Shares shares(params, arguments.splits.divisor);
+        const int64_t share = Shares::row(params, task.batch, head, token) * arguments.splits.divisor + split;
+        if (lane % 4 == 0 && valid) shares.lse[share] = softmax.row_max[0][half];
+        store_row(out[0], half, shares.out + share * params.head_dim_v, valid, params.head_dim_v);
+        continue;
+      }
       if (lane % 4 == 0 && valid)
         params.softmax_lse[task.batch * params.lse_batch_stride + head * params.lse_head_stride + token] = softmax.row_max[0][half];
       store_row(out[0], half, token_pointer<T>(params.out, task.batch, head, token), valid, params.head_dim_v);
@@ -279,6 +293,7 @@ template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const ForwardShared<Shape> shared{shared_address(memory)};
+  let_next_kernel_begin();  // combine_kernel, where keys are split: nothing else is launched early behind this one
   if (threadIdx.x == 0) {
     mbarrier_init(shared.q_full(), 1);
     mbarrier_init(shared.q_empty(), Shape::kConsumers);

@@ -1,6 +1,7 @@
-// Launch of the Hopper forward: tensor maps, tile order and grid.
+// Launch of the Hopper forward: tensor maps, tile order, grid, and the second kernel where keys are split.
 #pragma once
 #include "launch.h"
+#include "sm90/combine.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
@@ -17,11 +18,70 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
   return together * 10 <= ceil_div(params.max_seqlen_q, block_rows) * group * 9 ? group : 1;
 }
 
+// Key blocks of the longest of the tiles of so many queries, as far as shapes tell.
+inline int most_key_blocks(const HfFlash2ForwardParams& params, int queries, int block_n) {
+  const int64_t all = ceil_div(params.max_seqlen_k, block_n);
+  if (params.window_left < 0 || params.window_right < 0) return all;
+  const int64_t seen = int64_t{params.window_left} + params.window_right + queries;  // and these may begin anywhere in a block
+  return std::min(all, ceil_div(seen - 1, block_n) + 1);
+}
+
+// How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
+// the start or in a last round, and a tenth of the time is saved. Time is counted in key blocks: a round over the multiprocessors takes
+// those of one share, and kTileCost for its beginning and end; kCombineCost is that of the second kernel. Only splits that fill a number
+// of rounds can be best. Under a causal mask the tiles of a head are unequal and make no rounds: one, with all of them in it, may do.
+inline int choose_splits(int64_t tiles, int key_blocks, bool unequal, int multiprocessors) {
+  constexpr int kTileCost = 1, kCombineCost = 3, kMostRounds = 4;
+  if (tiles == 0) return 1;
+  int splits = 1;
+  int64_t least = ceil_div(tiles, multiprocessors) * (key_blocks + kTileCost) * 9 / 10;
+  for (int rounds = 1; rounds <= (unequal ? 1 : kMostRounds); ++rounds) {
+    const int64_t most = std::min<int64_t>(rounds * multiprocessors / tiles, key_blocks);
+    if (most < 2) continue;
+    const int64_t share = ceil_div(key_blocks, most), time = rounds * (share + kTileCost) + kCombineCost;
+    if (time > least) continue;
+    splits = ceil_div(key_blocks, share);
+    least = time - 1;
+  }
+  return splits;
+}
+
+// What is decided from shapes alone.
+struct ForwardPlan {
+  int tile_heads;
+  int query_blocks;  // of one head, or of one group where its heads share tiles
+  int heads;         // or groups, of the whole batch
+  int splits;
+
+  template <typename Shape>
+  static ForwardPlan make(const HfFlash2ForwardParams& params) {
+    ForwardPlan plan;
+    plan.tile_heads = choose_tile_heads(params, Shape::kBlockM);
+    plan.query_blocks = ceil_div(int64_t{params.max_seqlen_q} * plan.tile_heads, Shape::kBlockM);
+    plan.heads = params.heads_q / plan.tile_heads * params.batch;
+    const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
+    plan.splits = choose_splits(int64_t{plan.query_blocks} * plan.heads, most_key_blocks(params, queries, Shape::kBlockN),
+                                is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
+    return plan;
+  }
+};
+
+template <typename Shape, typename T>
+void launch_combine(const HfFlash2ForwardParams& params, int splits) {
+  using Combine = CombineShape<Shape>;
+  CombineArguments arguments{params, splits, 1};
+  while (arguments.ways < std::min(splits, Combine::kGroups)) arguments.ways *= 2;
+  const int64_t rows = int64_t{params.batch} * params.heads_q * params.max_seqlen_q;
+  launch<combine_kernel<Shape, T>>(arguments, ceil_div(rows, Combine::kGroups / arguments.ways), Combine::kThreads, 0, params.device,
+                                   params.stream, "attention forward, sm90, combine", Start::kEarly);
+}
+
 template <typename Shape, typename T>
 void launch_forward(const HfFlash2ForwardParams& params) {
   const bool packed = params.sequences_q.cu_seqlens != nullptr, ragged = packed || params.sequences_q.ranges || params.sequences_k.ranges;
   const int tokens_q = packed ? params.total_q : params.max_seqlen_q, tokens_k = packed ? params.total_k : params.max_seqlen_k;
-  const int batch = packed ? 1 : params.batch, tile_heads = choose_tile_heads(params, Shape::kBlockM);
+  const int batch = packed ? 1 : params.batch;
+  const auto [tile_heads, query_blocks, heads, splits] = ForwardPlan::make<Shape>(params);
 
   ForwardArguments arguments;
   arguments.q =
@@ -33,29 +93,41 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 
   // Dense: one thread block per multiprocessor walks equal shares. Ragged: lengths are known on the device only, so every query block gets a
   // thread block and the hardware balances. Causal work grows with the row: pairs make it equal, longest first lets the short fill up.
+  // Split keys need no pairs: there is a multiprocessor for every share.
   const bool triangular = is_triangular(params);
   arguments.heads = Divisor::of(params.heads_q / tile_heads);
   arguments.group = Divisor::of(params.heads_q / params.heads_k);
-  arguments.scheduler = TileScheduler::make(!triangular ? TileOrder::kByHead
-                                            : ragged    ? TileOrder::kLastBlockFirst
-                                                        : TileOrder::kPairs,
-                                            static_cast<int>(ceil_div(int64_t{params.max_seqlen_q} * tile_heads, Shape::kBlockM)),
-                                            params.heads_q / tile_heads * params.batch, 16);
-  const int64_t units = arguments.scheduler.units();
+  arguments.splits = Divisor::of(splits);
+  const TileOrder order = !triangular ? TileOrder::kByHead : ragged || splits > 1 ? TileOrder::kLastBlockFirst : TileOrder::kPairs;
+  arguments.scheduler = TileScheduler::make(order, query_blocks, heads, 16);
+  const int64_t units = arguments.scheduler.units() * splits;
   const int64_t blocks = ragged ? units : std::min<int64_t>(units, multiprocessors(params.device));
   launch<forward_kernel<Shape, T>>(arguments, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
                                    "attention forward, sm90");
+  if (splits > 1) launch_combine<Shape, T>(params, splits);
+}
+
+// Calls f(shape) with the tiles for this call.
+template <int kHeadDim, typename F>
+auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
+  if constexpr (kHeadDim == 64) {
+    if (is_triangular(params) && params.max_seqlen_q <= 2048) return f(ForwardShape<kHeadDim, TileLength::kShort>{});
+  }
+  if constexpr (kHeadDim == 192) {
+    if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileLength::kLong, 128>{});
+  }
+  return f(ForwardShape<kHeadDim, TileLength::kLong>{});
+}
+
+template <int kHeadDim, typename T>
+int64_t forward_workspace_bytes(const HfFlash2ForwardParams& params) {
+  const int splits = with_forward_shape<kHeadDim>(params, [&](auto shape) { return ForwardPlan::make<decltype(shape)>(params).splits; });
+  return splits > 1 ? Shares::bytes(params, splits) : 0;
 }
 
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
-  if constexpr (kHeadDim == 64) {
-    if (is_triangular(params) && params.max_seqlen_q <= 2048) return launch_forward<ForwardShape<kHeadDim, TileLength::kShort>, T>(params);
-  }
-  if constexpr (kHeadDim == 192) {
-    if (params.head_dim_v <= 128) return launch_forward<ForwardShape<kHeadDim, TileLength::kLong, 128>, T>(params);
-  }
-  launch_forward<ForwardShape<kHeadDim, TileLength::kLong>, T>(params);
+  with_forward_shape<kHeadDim>(params, [&](auto shape) { launch_forward<decltype(shape), T>(params); });
 }
 
 }  // namespace hf_flash2::sm90

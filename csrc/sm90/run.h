@@ -9,6 +9,10 @@ namespace hf_flash2::sm90 {
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params);
 
+// Bytes of device scratch run_forward needs; mostly 0.
+template <int kHeadDim, typename T>
+int64_t forward_workspace_bytes(const HfFlash2ForwardParams& params);
+
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params);
 

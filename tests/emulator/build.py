@@ -11,7 +11,8 @@ wgmma; its head says what is checked) · include/ (fake CUDA headers) · runtime
 A new kernel needs nothing here: the units that csrc/instantiate.py makes are compiled as they are. A new instruction needs a function of
 its name in ptx.h. `emulator_schedule(seed, resident)` of the library chooses the order in which warps run and how many thread blocks are in
 flight; results must not depend on it. Device 0 pretends to be a Hopper GPU, 1 an A100, 2 one with 99 KB of shared memory, each with 3
-multiprocessors. Objects are kept in the build folder under the hash of what they were made from. Standard library only.
+multiprocessors; 3 is a Hopper GPU with 16. Objects are kept in the build folder under the hash of what they were made from. Standard
+library only.
 """
 
 import argparse

@@ -1,0 +1,117 @@
+// Where several thread blocks share the keys of a query block (forward_launch.cuh says when): the scratch in which each leaves what its
+// share gives, and the kernel that puts the shares of a row together: out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s).
+// Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.
+#pragma once
+#include <math.h>
+
+#include "attention/sequence.cuh"
+#include "attention/softmax.cuh"
+#include "device/grid_dependency.cuh"
+
+namespace hf_flash2::sm90 {
+
+// Rows are numbered (batch, head, token), or (head, token) when packed.
+struct Shares {
+  float* out;  // [rows, splits, Dv]: of one share, divided by its own sum
+  float* lse;  // [rows, splits]: natural log, +inf where the share sees no key
+
+  __host__ __device__ static int64_t rows(const HfFlash2ForwardParams& params) {
+    const int64_t tokens = params.sequences_q.cu_seqlens != nullptr ? params.total_q : int64_t{params.batch} * params.max_seqlen_q;
+    return tokens * params.heads_q;
+  }
+  static int64_t bytes(const HfFlash2ForwardParams& params, int splits) { return rows(params) * splits * (params.head_dim_v + 1) * 4; }
+
+  __device__ __forceinline__ Shares(const HfFlash2ForwardParams& params, int splits)
+      : out(static_cast<float*>(params.workspace)), lse(out + rows(params) * splits * params.head_dim_v) {}
+
+  static __device__ __forceinline__ int64_t row(const HfFlash2ForwardParams& params, int batch, int head, int token) {
+    if (params.sequences_q.cu_seqlens != nullptr) return int64_t{head} * params.total_q + token;
+    return (int64_t{batch} * params.heads_q + head) * params.max_seqlen_q + token;
+  }
+};
+
+// Shares of a row put together so far, in 8 columns: sums of exp(lse_s - max) out_s and of exp(lse_s - max).
+struct WeightedSum {
+  float max = -INFINITY, sum = 0.f, out[8] = {};
+
+  __device__ __forceinline__ void add(const WeightedSum& other) {
+    const float larger = fmaxf(max, other.max), base = larger == -INFINITY ? 0.f : larger;  // no key so far: weights of 0, not NaN
+    const float weight = exp2_approx((max - base) * kLog2e), other_weight = exp2_approx((other.max - base) * kLog2e);
+    max = larger;
+    sum = sum * weight + other.sum * other_weight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = out[i] * weight + other.out[i] * other_weight;
+  }
+};
+
+struct CombineArguments {
+  HfFlash2ForwardParams params;
+  int splits;
+  int ways;  // how many groups of lanes share the splits of a row: a power of 2, at most kGroups
+};
+
+template <typename Shape>
+struct CombineShape {
+  static constexpr int kThreads = 256;
+  static constexpr int kLanes = Shape::kHeadDimV > 128 ? 32 : Shape::kHeadDimV > 64 ? 16 : 8;  // of 8 columns each: one row, one split
+  static constexpr int kGroups = kThreads / kLanes;
+};
+
+// Group g of lanes is way g % ways of row g / ways of the block's rows, which are queries of the longest length each sequence may have.
+// The first way adds up what the others leave in shared memory.
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(CombineShape<Shape>::kThreads) combine_kernel(const __grid_constant__ CombineArguments arguments) {
+  constexpr int kThreads = CombineShape<Shape>::kThreads, kLanes = CombineShape<Shape>::kLanes, kGroups = CombineShape<Shape>::kGroups;
+  __shared__ float exchanged[10 * kThreads];  // [max, sum and 8 columns][thread]
+  const HfFlash2ForwardParams& params = arguments.params;
+  const int splits = arguments.splits, ways = arguments.ways;
+  const int group = threadIdx.x / kLanes, way = group % ways, column = threadIdx.x % kLanes * 8;
+  const int index = blockIdx.x * (kGroups / ways) + group / ways;
+  const int query = index % params.max_seqlen_q, head = index / params.max_seqlen_q % params.heads_q;
+  const int batch = index / params.max_seqlen_q / params.heads_q;
+  const bool inside = batch < params.batch;
+  const Sequence seq = find_sequence(params.sequences_q, params.batch, inside ? batch : 0, params.max_seqlen_q);
+  const bool valid = inside && query < seq.length && column < params.head_dim_v;
+  const int token = seq.start + query;
+
+  wait_for_kernel_before();
+  WeightedSum total;
+  if (valid) {
+    const Shares shares(params, splits);
+    const int64_t first = Shares::row(params, batch, head, token) * splits;
+#pragma unroll 4
+    for (int split = way; split < splits; split += ways) {
+      const float4* columns = reinterpret_cast<const float4*>(shares.out + (first + split) * params.head_dim_v + column);
+      const float lse = shares.lse[first + split];
+      const float4 a = columns[0], b = columns[1];
+      total.add({lse == INFINITY ? -INFINITY : lse, 1.f, {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}});
+    }
+  }
+  if (ways > 1) {
+    float* mine = exchanged + threadIdx.x;
+    mine[0] = total.max, mine[kThreads] = total.sum;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mine[(2 + i) * kThreads] = total.out[i];
+    __syncthreads();
+    for (int other = 1; other < (way == 0 ? ways : 0); ++other) {
+      const float* theirs = mine + other * kLanes;
+      WeightedSum part{theirs[0], theirs[kThreads]};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) part.out[i] = theirs[(2 + i) * kThreads];
+      total.add(part);
+    }
+  }
+  if (!valid || way != 0) return;
+
+  const float scale = total.sum == 0.f ? 0.f : 1.f / total.sum;
+  uint32_t rounded[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rounded[i] = pack<T>(total.out[2 * i] * scale, total.out[2 * i + 1] * scale);
+  T* row = token_pointer<T>(params.out, batch, head, token);
+  *reinterpret_cast<uint4*>(row + column) = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
+  if (column == 0)
+    params.softmax_lse[batch * params.lse_batch_stride + head * params.lse_head_stride + token] =
+        total.sum == 0.f ? INFINITY : total.max + log2f(total.sum) * kLn2;
+}
+
+}  // namespace hf_flash2::sm90
