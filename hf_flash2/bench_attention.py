@@ -179,7 +179,8 @@ def small(args: argparse.Namespace) -> Iterator[Point]:
 
 
 def decode(args: argparse.Namespace) -> Iterator[Point]:
-    for head_dim, queries, seqlen, batch in itertools.product(args.head_dim or (128,), (1, 16), args.seqlen or (1024, 8192), (1, 8, 32)):
+    options = itertools.product(args.head_dim or (128,), (1, 16), args.seqlen or (1024, 8192, 32768), (1, 8, 32))
+    for head_dim, queries, seqlen, batch in options:
         yield Point("decode", "fwd", args.dtype, head_dim, True, seqlen, (seqlen,) * batch, 32, 8, queries=queries)
 
 

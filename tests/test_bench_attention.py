@@ -98,12 +98,12 @@ def test_small_grids_leave_multiprocessors_without_a_block():
 
 def test_decode_has_few_queries_after_many_keys():
     points = points_of("decode", "--mode", "bwd")
-    assert {(p.batch, p.queries, p.seqlen) for p in points} == set(itertools.product((1, 8, 32), (1, 16), (1024, 8192)))
+    assert {(p.batch, p.queries, p.seqlen) for p in points} == set(itertools.product((1, 8, 32), (1, 16), (1024, 8192, 32768)))
     assert {(p.mode, p.heads, p.heads_k, p.head_dim, p.causal) for p in points} == {("fwd", 32, 8, 128, True)}
     assert all(p.gigabytes == pytest.approx(p.batch * p.seqlen * 8 * 128 * 2 * 2 / 1e9) for p in points)
     visible = {p.queries: sum(1 for i in range(p.queries) for j in range(1024) if j <= i + 1024 - p.queries) for p in points}
     assert all(p.tflop == pytest.approx(4 * 32 * 128 * visible[p.queries] / 1e12) for p in points if (p.batch, p.seqlen) == (1, 1024))
-    assert str(points[-1]) == "fwd d 128 heads 32/8 causal 32 x 16/8192"
+    assert str(points[-1]) == "fwd d 128 heads 32/8 causal 32 x 16/32768"
 
 
 @pytest.mark.parametrize(("mode", "factor"), (("fwd", 1.0), ("bwd", 2.5), ("fwd+bwd", 3.5)))
