@@ -27,21 +27,30 @@ inline int most_key_blocks(const HfFlash2ForwardParams& params, int queries, int
 }
 
 // How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
-// the start or in a last round, and a tenth of the time is saved. Time is counted in key blocks: a round over the multiprocessors takes
-// those of one share, and kTileCost for its beginning and end; kCombineCost is that of the second kernel. Only splits that fill a number
-// of rounds can be best. Under a causal mask the tiles of a head are unequal and make no rounds: one, with all of them in it, may do.
-inline int choose_splits(int64_t tiles, int key_blocks, bool unequal, int multiprocessors) {
-  constexpr int kTileCost = 1, kCombineCost = 3, kMostRounds = 4;
+// the start or in a last round, and a tenth of the time is saved. Time is counted in key blocks; the constants are of an H200 at d 128. A
+// round over the multiprocessors takes those of one share, and kTileTime for its beginning and end; longer where two thirds of the
+// multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes kCombineTime, and one more for every
+// kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a causal mask the tiles of a head are
+// unequal: without splits they go in pairs, and with splits they make no rounds: one, with all of them in it, may do.
+inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, int64_t bytes_of_split, bool unequal, int multiprocessors) {
+  constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
+  constexpr int kMostRounds = 4;
+  const int64_t tiles = query_blocks * heads;
   if (tiles == 0) return 1;
+  const auto time_of_rounds = [&](int64_t rounds, int share, int64_t blocks) {
+    const double reading = query_blocks == 1 ? 1.5 * std::min<int64_t>(blocks, multiprocessors) / multiprocessors : 1.0;
+    return rounds * (share * std::max(1.0, reading) + kTileTime);
+  };
   int splits = 1;
-  int64_t least = ceil_div(tiles, multiprocessors) * (key_blocks + kTileCost) * 9 / 10;
+  double least = unequal ? key_blocks + ceil_div(key_blocks, query_blocks) + 2 * kTileTime
+                         : time_of_rounds(ceil_div(tiles, multiprocessors), key_blocks, tiles);
+  least *= 0.9;
   for (int rounds = 1; rounds <= (unequal ? 1 : kMostRounds); ++rounds) {
     const int64_t most = std::min<int64_t>(rounds * multiprocessors / tiles, key_blocks);
     if (most < 2) continue;
-    const int64_t share = ceil_div(key_blocks, most), time = rounds * (share + kTileCost) + kCombineCost;
-    if (time > least) continue;
-    splits = ceil_div(key_blocks, share);
-    least = time - 1;
+    const int share = static_cast<int>(ceil_div(key_blocks, most)), so_many = static_cast<int>(ceil_div(key_blocks, share));
+    const double time = time_of_rounds(rounds, share, tiles * so_many) + kCombineTime + so_many * bytes_of_split / kScratchBytes;
+    if (time < least) splits = so_many, least = time;
   }
   return splits;
 }
@@ -60,7 +69,7 @@ struct ForwardPlan {
     plan.query_blocks = ceil_div(int64_t{params.max_seqlen_q} * plan.tile_heads, Shape::kBlockM);
     plan.heads = params.heads_q / plan.tile_heads * params.batch;
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
-    plan.splits = choose_splits(int64_t{plan.query_blocks} * plan.heads, most_key_blocks(params, queries, Shape::kBlockN),
+    plan.splits = choose_splits(plan.query_blocks, plan.heads, most_key_blocks(params, queries, Shape::kBlockN), Shares::bytes(params, 1),
                                 is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
     return plan;
   }
