@@ -30,22 +30,36 @@ __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& s
   return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
 }
 
-constexpr int kPFull = 2;  // named barrier: the first consumer has written P
-__device__ __forceinline__ int consumer_barrier() { return 3 + threadIdx.x / 128; }
+// Named barriers: the first consumer has written P; a consumer's turn has come; all of a consumer's threads are here.
+constexpr int kPFull = 2;
+__device__ __forceinline__ int turn_has_come(int consumer) { return 3 + consumer; }
+__device__ __forceinline__ int consumer_is_here(int consumer) { return 5 + consumer; }
+constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that waits
 
-// Deterministic mode: the key blocks add to a tile of dQ one after the other, each consumer on its own: both pass a turn a block. They
-// wait for blocks that were launched earlier, so that waiting always ends. PERF: they wait while the product runs, and pass a turn on
-// when they meet in the step behind it: then what was added has long arrived, and the fence is cheap.
+// Deterministic mode: the key blocks add to a tile of dQ one after the other, each consumer on its own: both pass a turn a block. They wait
+// for blocks that were launched earlier, so that waiting always ends. PERF: a warp of the loader's watches the semaphores while the
+// consumers compute, and a turn is passed on when they meet in the step behind it: then what was added has long arrived, and the fence is
+// cheap.
 struct Turns {
   int32_t* added = nullptr;  // semaphore of the tile that was added to last
 
+  template <typename Shape>
+  static __device__ __forceinline__ void watch(const HfFlash2BackwardParams& params, const BackwardTask& task) {
+    const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+    wait_for_kernel_before();  // it clears the semaphores
+    task.for_each_step([&](uint32_t, int, int query_block, int tile) {
+      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphores + tile, 2 * task.template turn<Shape>(params.forward, query_block));
+      __syncwarp();
+      for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) named_barrier_sync(turn_has_come(consumer), kTurnThreads);
+    });
+  }
+
   // By every thread of a consumer.
   template <typename Shape>
-  __device__ __forceinline__ void wait(const BackwardArguments& arguments, const BackwardTask& task, int query_block, int tile) {
-    if (!arguments.params.deterministic) return;
-    added = Workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns).semaphores + tile;
-    if (threadIdx.x % 128 == 0) semaphore_wait(added, 2 * task.template turn<Shape>(arguments.params.forward, query_block));
-    named_barrier_sync(consumer_barrier(), 128);
+  __device__ __forceinline__ void wait(const HfFlash2BackwardParams& params, int tile) {
+    if (!params.deterministic) return;
+    added = Workspace(params, Shape::kBlockM, Shape::kDqColumns).semaphores + tile;
+    named_barrier_sync(turn_has_come(threadIdx.x / 128), kTurnThreads);
   }
   __device__ __forceinline__ void before_meeting() const {
     if (added != nullptr) __threadfence();
@@ -55,16 +69,16 @@ struct Turns {
   }
   __device__ __forceinline__ void finish() const {
     before_meeting();
-    named_barrier_sync(consumer_barrier(), 128);
+    named_barrier_sync(consumer_is_here(threadIdx.x / 128), 128);
     after_meeting();
   }
 };
 
 // Adds columns [first_column, + kColumns) of dQ to global memory.
 template <typename Shape, int kColumns>
-__device__ __forceinline__ void add_query_gradient(const BackwardArguments& arguments, const float (&dq)[kColumns / 8][4], int first_column,
-                                                   int tile) {
-  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+__device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams& params, const float (&dq)[kColumns / 8][4],
+                                                   int first_column, int tile) {
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const int thread = threadIdx.x % 128;
   float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + first_column * 64;
 #pragma unroll
@@ -108,12 +122,12 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     consumers_meet<Shape>();  // dS is complete
     turns.after_meeting();
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage), shared.k());
-    turns.wait<Shape>(arguments, task, query_block, tile);
     wgmma_wait<1>();
     mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
-    add_query_gradient<Shape, kColumns>(arguments, dq, 0, tile);
+    turns.wait<Shape>(params, tile);
+    add_query_gradient<Shape, kColumns>(params, dq, 0, tile);
   });
   turns.finish();
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
@@ -158,12 +172,12 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     turns.after_meeting();
     issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
                                              shared.k() + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
-    turns.wait<Shape>(arguments, task, query_block, tile);
     wgmma_wait<1>();
     mbarrier_arrive(shared.empty(stage));
     wgmma_wait<0>();
     wgmma_use<kColumns / 2>(&dq[0][0]);
-    add_query_gradient<Shape, kColumns>(arguments, dq, Shape::kFirstColumns, tile);
+    turns.wait<Shape>(params, tile);
+    add_query_gradient<Shape, kColumns>(params, dq, Shape::kFirstColumns, tile);
   });
   turns.finish();
   wgmma_use<kHeadDim / 2>(&dk[0][0]);
@@ -183,7 +197,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   shared.make_barriers();
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
-    if (threadIdx.x == Shape::kConsumerThreads) load_tiles<Shape>(arguments, shared, task);
+    if (threadIdx.x == Shape::kConsumerThreads)
+      load_tiles<Shape>(arguments, shared, task);
+    else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1 && arguments.params.deterministic)
+      Turns::watch<Shape>(arguments.params, task);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     if (task.query_block_begin < task.query_block_end) wait_for_keys(shared, task);
