@@ -341,30 +341,43 @@ def test_the_next_call_works_after_every_error(family, device):
 # Only a GPU has these
 
 
+@pytest.fixture
+def workspaces(device, monkeypatch) -> list[int]:
+    """The sizes of scratch that forwards ask for in this test, in bytes, once for each layout: there where keys are split."""
+    asked = []
+    if device.type == "cuda":
+        library = native.library()
+        ask = library.hf_flash2_forward_workspace_bytes
+        monkeypatch.setattr(functional, "_plans", {})
+        monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
+    return asked
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if case.group == "group"], ids=lambda case: case.id)
-def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device):
-    """Whether a tile holds the rows of one head or of a group is not seen in a single bit of the results."""
+def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device, workspaces):
+    """Whether a tile holds the rows of one head or of a group is not seen in a single bit, unless so many fewer tiles split their keys."""
     sample = Sample(case, torch.bfloat16, device)
     q, k, v = (x.detach() for x in sample.inputs()[:3])
     grouped = sample.call(q, k, v)
     alone = sample.call(q, *(x.repeat_interleave(case.heads[0] // case.heads[1], dim=-2) for x in (k, v)))
-    assert all(map(torch.equal, grouped, alone))
+    if workspaces:
+        for x, y in zip(grouped, alone, strict=True):
+            error = 1e-5 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+            torch.testing.assert_close(x, y, rtol=error, atol=error)
+    else:
+        assert all(map(torch.equal, grouped, alone))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if case.group == "split"], ids=lambda case: case.id)
-def test_few_queries_and_many_keys_are_split(case, device, monkeypatch):
+def test_few_queries_and_many_keys_are_split(case, device, workspaces):
     """What test_forward_and_backward has run of this group did take the way that it is there for."""
     if "sm90" not in native.families(torch.cuda.current_device()):
         pytest.skip("the Hopper family alone splits keys")
-    monkeypatch.setattr(functional, "_plans", {})  # a layout asks once
-    library, asked = native.library(), []
-    ask = library.hf_flash2_forward_workspace_bytes
-    monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
     sample = Sample(case, torch.bfloat16, device)
     sample.call(*sample.inputs()[:3])
-    assert len(asked) == 1 and asked[0] > 0
+    assert len(workspaces) == 1 and workspaces[0] > 0
 
 
 @pytest.mark.gpu
