@@ -708,7 +708,7 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
                     legend.setdefault(baselines[name], line)
                     top = max([top, *tflops])
                 panel.set_title(f"{mode}, {'causal' if causal else 'full'}, {title}", fontsize=10)
-                panel.set_xticks(range(len(xs)), xs)
+                panel.set_xticks(range(len(xs)), xs, rotation=90 if len(xs) > MOST_UPRIGHT_TICKS else 0)
                 panel.set_xlim(-0.2, len(xs) - 0.8)
                 panel.grid(alpha=0.3)
             panels[0].set_ylim(0, 1.05 * top)  # shared by the line
@@ -716,6 +716,9 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
         for panel in axes[-1]:
             panel.set_xlabel(shapes.x_label)
         legend_below(drawn, legend, columns=max(2, int(size[0] / 2.9)))
+
+
+MOST_UPRIGHT_TICKS = 6  # that panels of this width have room for
 
 
 def spread(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
