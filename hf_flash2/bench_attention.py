@@ -292,6 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
     parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
     parser.add_argument("--eager", action="store_true", help="time eager attention too")
+    parser.add_argument("--deterministic", action="store_true", help="time our backward with deterministic=True, too")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the rates (needs matplotlib); several shapes: PATH-shapes")
 
@@ -307,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     families = native.families(torch.cuda.current_device())
-    return benchmark(args, all_providers(families, args.eager), device, CudaClock(device))
+    return benchmark(args, all_providers(families, args.eager, args.deterministic), device, CudaClock(device))
 
 
 def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device: torch.device, clock: "CudaClock") -> int:
@@ -408,12 +409,17 @@ class Provider:
     prepare: Callable[[Problem], Work]
     kinds: tuple[str, ...]  # of points that it takes
     family: str | None = None  # of ours: what HF_FLASH2_FAMILY has to name while it runs
+    only_backward: bool = False  # nothing else to see in its forward
 
     def takes(self, point: Point) -> bool:
-        return point.kind in self.kinds and (self.family is not None or not point.only_ours)
+        return (
+            point.kind in self.kinds
+            and (self.family is not None or not point.only_ours)
+            and not (self.only_backward and (point.mode == "fwd" or point.only_ours))
+        )
 
 
-def all_providers(families: Iterable[str], with_eager: bool) -> list[Provider]:
+def all_providers(families: Iterable[str], with_eager: bool, with_deterministic: bool = False) -> list[Provider]:
     """Ours per kernel family, then the rivals."""
     providers = []
     for family in families:
@@ -422,6 +428,9 @@ def all_providers(families: Iterable[str], with_eager: bool) -> list[Provider]:
             Provider(f"{OURS} {family} padded", padded, ("ragged",), family),
             Provider(f"{OURS} {family} packed", packed, ("ragged",), family),
         ]
+        if with_deterministic:
+            prepare = partial(dense, deterministic=True)
+            providers.append(Provider(f"{OURS} {family} deterministic", prepare, ("dense", "window"), family, only_backward=True))
     providers += [
         Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode")),
         Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode")),
@@ -433,10 +442,10 @@ def all_providers(families: Iterable[str], with_eager: bool) -> list[Provider]:
     return providers + [Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))] * with_eager
 
 
-def dense(problem: Problem) -> Work:
+def dense(problem: Problem, deterministic: bool = False) -> Work:
     point = problem.point
-    left = -1 if point.window is None else point.window
-    return Work(lambda: flash_attn_func(*problem.qkv, causal=point.causal, window_size=(left, -1)), problem.qkv, problem.dout)
+    options = {"causal": point.causal, "window_size": (-1 if point.window is None else point.window, -1), "deterministic": deterministic}
+    return Work(lambda: flash_attn_func(*problem.qkv, **options), problem.qkv, problem.dout)
 
 
 def padded(problem: Problem) -> Work:

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import os
 
@@ -166,7 +167,7 @@ SMALL = {
 
 def providers() -> list[bench.Provider]:
     families = native.families(torch.cuda.current_device()) if torch.cuda.is_available() else ["reference"]
-    return bench.all_providers(families, with_eager=True)
+    return bench.all_providers(families, with_eager=True, with_deterministic=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -211,15 +212,29 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
 
 
 def test_rivals_and_baselines_take_what_they_are_for():
-    named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False)}
+    named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False, with_deterministic=True)}
     taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
     dense, ragged = {"dense", "full", "gqa", "mla"}, {"ragged", "ragged full"}
     assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "decode", "decode, mask"}
     assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
+    assert taken["hf_flash2 sm90 deterministic"] == dense | {"window"}
+    assert not named["hf_flash2 sm90 deterministic"].takes(dataclasses.replace(SMALL["dense"], mode="fwd"))
     assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}
     assert taken["sdpa efficient, mask"] == taken["sdpa cudnn, mask"] == ragged | {"window", "decode, mask"}
     only_ours = bench.Point("window", "fwd", "bf16", 32, True, 64, (64,), 4, 4, only_ours=True)
     assert [name for name, provider in named.items() if provider.takes(only_ours)] == ["hf_flash2 sm80", "hf_flash2 sm90"]
+
+
+def test_deterministic_backwards_are_asked_for(monkeypatch):
+    asked = []
+    attend = bench.flash_attn_func
+    monkeypatch.setattr(
+        bench, "flash_attn_func", lambda *args, **options: asked.append(options["deterministic"]) or attend(*args, **options)
+    )
+    for provider in bench.all_providers(["reference"], with_eager=False, with_deterministic=True):
+        if provider.name.startswith(bench.OURS) and provider.takes(SMALL["dense"]):
+            provider.prepare(bench.Problem(SMALL["dense"], torch.device("cpu"))).attend()
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("signature", ("window_size", "is_causal"))
