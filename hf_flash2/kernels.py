@@ -34,7 +34,7 @@ class Layout:
         q, k, v: tensors that the kernels can read (`is_readable`). seqlens_q, seqlens_k, key_mask: as in ops.py, and so are the numbers.
             Of a tensor, only dtype, device, shape and strides matter.
 
-    PERF: packing takes the host of an H200 some 10 us, its lookup 3. What is kept holds no memory of the device but a single number.
+    PERF: since layouts are kept, a call with autograd takes the host of an H200 24 us in place of 39. One holds a few bytes of the device.
     """
 
     __slots__ = ("_backwards", "_device", "_forward", "_gaps", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
