@@ -58,17 +58,25 @@ class DeviceGuard {
   throw LaunchError(kErrorArgument, name + " must be " + expected + ", got " + got);
 }
 
-void check_address(const char* name, const void* address, size_t alignment) {
+template <typename Params>
+void check_size(const Params& p) {
+  if (p.struct_size != sizeof p)
+    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions (params of " +
+                                     std::to_string(p.struct_size) + " bytes, library expects " + std::to_string(sizeof p) +
+                                     "); run `hf-flash2 build`");
+}
+
+void check_address(const char* name, const void* address, size_t alignment, HfFlash2Error code = kErrorArgument) {
   if (reinterpret_cast<uintptr_t>(address) % alignment != 0)
-    reject(std::string("address of ") + name, "a multiple of " + std::to_string(alignment), "one that is not");
+    throw LaunchError(code,
+                      std::string("address of ") + name + " must be a multiple of " + std::to_string(alignment) + ", got one that is not");
 }
 
 void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
   const int64_t strides[] = {tensor.batch_stride, tensor.token_stride, tensor.head_stride};
   for (int64_t stride : strides)
     if (stride % 8 != 0) reject(std::string("strides of ") + name, "multiples of 8 elements", std::to_string(stride));
-  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0)
-    throw LaunchError(kErrorMisaligned, std::string("address of ") + name + " must be a multiple of 16");
+  check_address(name, tensor.data, 16, kErrorMisaligned);
   if (packed && tensor.batch_stride != 0) reject(std::string("batch stride of packed ") + name, "0", std::to_string(tensor.batch_stride));
 }
 
@@ -78,10 +86,7 @@ void check_head_dim(const char* name, int head_dim) {
 
 // Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
 void check_forward(const HfFlash2ForwardParams& p) {
-  if (p.struct_size != sizeof p)
-    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions (params of " +
-                                     std::to_string(p.struct_size) + " bytes, library expects " + std::to_string(sizeof p) +
-                                     "); run `hf-flash2 build`");
+  check_size(p);
   if (p.dtype != kFloat16 && p.dtype != kBFloat16) reject("dtype", "float16 (0) or bfloat16 (1)", std::to_string(p.dtype));
   if (p.batch < 0 || p.heads_q < 0 || p.max_seqlen_q < 0 || p.max_seqlen_k < 0)
     reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.heads_q, p.max_seqlen_q, p.max_seqlen_k})));
@@ -104,8 +109,7 @@ void check_forward(const HfFlash2ForwardParams& p) {
 }
 
 void check_backward(const HfFlash2BackwardParams& p) {
-  if (p.struct_size != sizeof p)
-    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  check_size(p);
   check_forward(p.forward);
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   check_tensor("dout", p.dout, packed);
@@ -115,8 +119,7 @@ void check_backward(const HfFlash2BackwardParams& p) {
 }
 
 void check_rotary(const HfFlash2RotaryParams& p) {
-  if (p.struct_size != sizeof p)
-    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  check_size(p);
   if (p.dtype != kFloat16 && p.dtype != kBFloat16) reject("dtype", "float16 (0) or bfloat16 (1)", std::to_string(p.dtype));
   if (p.head_dim <= 0 || p.head_dim % 8 != 0) reject("head_dim", "a multiple of 8", std::to_string(p.head_dim));
   if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 16 != 0)
@@ -132,8 +135,7 @@ void check_rotary(const HfFlash2RotaryParams& p) {
 }
 
 void check_cross_entropy(const HfFlash2CrossEntropyParams& p) {
-  if (p.struct_size != sizeof p)
-    throw LaunchError(kErrorAbi, "libhf_flash2.so and the Python package are of different versions; run `hf-flash2 build`");
+  check_size(p);
   if (p.dtype != kFloat16 && p.dtype != kBFloat16 && p.dtype != kFloat32)
     reject("dtype", "float16 (0), bfloat16 (1) or float32 (2)", std::to_string(p.dtype));
   if (p.rows < 0 || p.columns < 0) reject("sizes", "non-negative", std::to_string(std::min(p.rows, p.columns)));

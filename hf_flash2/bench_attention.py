@@ -43,6 +43,7 @@ MEASURED_MS = 300.0  # GPU time per provider and point; rounds follow from it
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
 # Zeroed before every timed call: more than any L2, and 0.25 ms on an H200, during which the host queues the call it is about to time.
 FLUSH_BYTES = 2**30
+MOST_UPRIGHT_TICKS = 6  # that a panel of a figure has room for
 MULTIPROCESSORS, QUERY_ROWS = 132, 128  # of an H200; of a block
 
 # ------------------------------------------------------------------------------------------------------------------------------- points
@@ -725,9 +726,6 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
         for panel in axes[-1]:
             panel.set_xlabel(shapes.x_label)
         legend_below(drawn, legend, columns=max(2, int(size[0] / 2.9)))
-
-
-MOST_UPRIGHT_TICKS = 6  # that panels of this width have room for
 
 
 def spread(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

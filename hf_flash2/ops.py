@@ -60,25 +60,16 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     return *batch, heads, tokens
 
 
-def _forward_cuda(
-    q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
-    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
-):  # fmt: skip
+def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
-    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
-    layout = kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
-    return Plan(layout, (*numbers, deterministic)).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
+    return plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
 
 
-def _backward_cuda(
-    dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
-    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
-):  # fmt: skip
+def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
-    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
-    layout = kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+    tensors = (q, k, v, out.contiguous(), softmax_lse.contiguous())
     sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
-    return Plan(layout, (*numbers, deterministic)).backward(dout, dlse, q, k, v, out.contiguous(), softmax_lse.contiguous(), sequences)
+    return plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers).backward(dout, dlse, *tensors, sequences)
 
 
 def _forward_cpu(
@@ -194,8 +185,8 @@ def _below_autograd(op):
     return run
 
 
-class _Planned(torch.autograd.Function):
-    """A planned call as a differentiable function."""
+class _Attention(torch.autograd.Function):
+    """forward and backward of a Plan as one differentiable function."""
 
     @staticmethod
     def forward(ctx, plan, q, k, v, sequences):  # few arguments: each costs time
@@ -213,8 +204,12 @@ class _Planned(torch.autograd.Function):
         return None, *ctx.plan.differentiate(dout, None, q, k, v, out, softmax_lse, sequences or DENSE), None
 
 
-class _PlannedWithLse(torch.autograd.Function):
-    """The same with softmax_lse for a second result. PERF: autograd takes time for each: one where nobody asks for two."""
+class _AttentionWithLse(torch.autograd.Function):
+    """The same, of a Plan or _Dispatched, with softmax_lse for a second result.
+
+    PERF: autograd takes time for each result: one where nobody asks for two. Registered by hand under the Autograd key;
+    torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
+    """
 
     @staticmethod
     def forward(ctx, plan, q, k, v, sequences):
@@ -235,33 +230,24 @@ class _PlannedWithLse(torch.autograd.Function):
 
 
 # PERF: what Function.apply calls in the end; its own checks, 3 us, are about functorch, which `plain` excludes.
-_apply_planned = super(torch.autograd.Function, _Planned).apply
-_apply_with_lse = super(torch.autograd.Function, _PlannedWithLse).apply
+_apply_planned = super(torch.autograd.Function, _Attention).apply
+_apply_with_lse = super(torch.autograd.Function, _AttentionWithLse).apply
 
 
-class _Attention(torch.autograd.Function):
-    """forward and backward as one differentiable function, below the dispatcher.
+class _Dispatched:
+    """What a Plan is for, through the dispatcher's keys below autograd: for all that is not planned."""
 
-    PERF: registered by hand under the Autograd key; torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
-    """
+    __slots__ = ("_numbers",)
 
-    @staticmethod
-    def forward(ctx, q, k, v, rest):
-        out, softmax_lse = _DISPATCHED[0](q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *rest[:4])
-        ctx.numbers = rest[4:]
-        ctx.set_materialize_grads(False)
-        return out, softmax_lse
+    def __init__(self, numbers: tuple):
+        self._numbers = numbers
 
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        saved = ctx.saved_tensors
-        if dout is None:
-            if dlse is None:
-                return None, None, None, None
-            dout = torch.zeros_like(saved[3])
+    def forward(self, q, k, v, sequences):
+        return _DISPATCHED[0](q, k, v, *sequences, *self._numbers)
+
+    def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         run = backward if torch.is_grad_enabled() else _DISPATCHED[1]  # backward refuses a second derivative, if it comes to that
-        return *run(dout, dlse, *saved, *ctx.numbers), None
+        return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -279,7 +265,9 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*args):
-    return _Attention.apply(*args[:3], args[3:]) if torch.is_grad_enabled() else _DISPATCHED[0](*args)
+    if not torch.is_grad_enabled():
+        return _DISPATCHED[0](*args)
+    return _AttentionWithLse.apply(_Dispatched(args[7:]), *args[:3], args[3:7])
 
 
 def _backward_autograd(*args):

@@ -192,7 +192,7 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
         return 80
 
     monkeypatch.setattr(library, "hf_flash2_forward", launch)
-    ops._forward_cuda(*tensors, None, None, None, None, *NUMBERS.values(), deterministic=False)
+    ops._forward_cuda(*tensors, None, None, None, None, *NUMBERS.values(), False)
     if name == "address":  # its strides are those of a plan
         monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
         functional.flash_attn_func(*tensors)
