@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: one step under torch.profiler, GPU time by kind of kernel, host time beside it.
+"""Where the time of a training step goes: one step under torch.profiler, GPU time by kind of kernel, host time and waits for the host.
 
 Kernels are told apart by their names, in the table below. A name does not say what a matrix product is for, so that of the logits counts
 among the matrix products, and so do those of eager attention.
@@ -40,7 +40,8 @@ CATEGORIES = (ATTENTION, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, COPIES, OTHER, 
 WORTH_NAMING = 0.02  # of the step: kernels that no rule knows are listed above this
 
 _GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
-_HOST_EVENTS = {"cpu_op", "cuda_runtime", "cuda_driver"}
+_CALLS = {"cuda_runtime", "cuda_driver"}
+_HOST_EVENTS = {"cpu_op"} | _CALLS
 _WAITS = re.compile(r"Synchronize|Memcpy")  # calls of the runtime that wait for the GPU
 
 
@@ -51,13 +52,20 @@ def category(kernel: str) -> str:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One step of one arm, in milliseconds."""
+    """One step of one arm, in milliseconds.
+
+    The profiler slows the host down, so waits for the host are an upper bound. The step starts with an empty queue, since the one before it
+    has been waited for: until the host has got ahead, waits are those of this start.
+    """
 
     preset: str
     arm: str
     step_ms: float  # without the profiler, median
     gpu_ms: dict[str, float]  # by category; idle is what is left of the step
     host_ms: float  # what the host computed and launched, profiler included, waits for the GPU excluded
+    waits_ms: float  # the GPU ran nothing, and what came next was not launched yet
+    last_wait_ms: float  # when the last of these waits ended, from the start of the step; 0 if there was none
+    turnaround_ms: float  # the GPU ran nothing, though what came next was launched
     launches: int
     unknown_ms: dict[str, float]  # kernels without a rule, by name, if they take more than 2 % of the step
 
@@ -80,7 +88,7 @@ def breakdown(preset: str, arm: str, step_ms: float, events: Iterable[dict]) -> 
 
     Args:
         step_ms: time of the step without the profiler, which slows the host down but not the kernels.
-        events: of a Chrome trace: "cat", "name", and "ts", "dur" in microseconds.
+        events: of a Chrome trace: "cat", "name", "ts" and "dur" in microseconds, and "correlation" of a call and of what it launched.
     """
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in spans if event.get("cat") in _GPU_EVENTS]
@@ -92,9 +100,13 @@ def breakdown(preset: str, arm: str, step_ms: float, events: Iterable[dict]) -> 
         gpu_ms[category(name)] += ms
     gpu_ms[IDLE] = max(0.0, step_ms - _covered_us(kernels) / 1e3)
     host = [event for event in spans if event.get("cat") in _HOST_EVENTS]
+    waits, others = _gaps_us(kernels, host)
     return Breakdown(
         preset, arm, step_ms, gpu_ms,
         host_ms=(_extent_us(host) - _waiting_us(host)) / 1e3,
+        waits_ms=sum(waits.values()) / 1e3,
+        last_wait_ms=max(waits, default=0.0) / 1e3,
+        turnaround_ms=sum(others.values()) / 1e3,
         launches=sum(event["cat"] == "kernel" for event in kernels),
         unknown_ms={name: ms for name, ms in by_name.most_common() if category(name) == OTHER and ms > WORTH_NAMING * step_ms},
     )  # fmt: skip
@@ -107,6 +119,29 @@ def _covered_us(events: Sequence[dict]) -> float:
         covered += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
         end = max(end, event["ts"] + event["dur"])
     return covered
+
+
+def _gaps_us(work: Sequence[dict], host: Sequence[dict]) -> tuple[dict[float, float], dict[float, float]]:
+    """Times when the GPU runs nothing, from the first host event on: waits for the host, and the GPU's own turnaround.
+
+    Each is a length by its end, counted from that first event. A gap is a wait if the call that launched what ends it came back after all
+    earlier work was done; so is that before a copy whose call waits for it. A gap that the trace ties to no call is counted as turnaround:
+    torch records some of the driver's functions only.
+    """
+    returned = {_correlation(event): event["ts"] + event["dur"] for event in host if event["cat"] in _CALLS}
+    returned.pop(None, None)  # a call that launched nothing
+    start = done = min((event["ts"] for event in host), default=0.0)
+    waits, others = {}, {}
+    for event in sorted(work, key=lambda event: event["ts"]):
+        if event["ts"] > done:
+            gaps = waits if returned.get(_correlation(event), done) > done else others
+            gaps[event["ts"] - start] = event["ts"] - done
+        done = max(done, event["ts"] + event["dur"])
+    return waits, others
+
+
+def _correlation(event: dict) -> int | None:
+    return event.get("args", {}).get("correlation")
 
 
 def _extent_us(events: Sequence[dict]) -> float:
@@ -130,7 +165,9 @@ def _waiting_us(events: Sequence[dict]) -> float:
 def format_breakdown(found: Breakdown) -> str:
     """A line for the terminal, and one for each unknown kernel."""
     parts = ", ".join(f"{name} {ms:.1f}" for name, ms in found.gpu_ms.items() if ms >= 0.05)
-    lines = [f"{found.arm:18}{found.step_ms:9.1f} ms: {parts}; host {found.host_ms:.1f}, {found.launches} kernels"]
+    ended = f", none after {found.last_wait_ms:.1f} ms" if found.waits_ms else ""
+    waits = f"waits for the host {found.waits_ms:.1f} ms{ended}"
+    lines = [f"{found.arm:18}{found.step_ms:9.1f} ms: {parts}; host {found.host_ms:.1f}, {found.launches} kernels; {waits}"]
     return "\n".join(lines + [f"{'':18}no rule for {name[:120]}: {ms:.1f} ms" for name, ms in found.unknown_ms.items()])
 
 

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per arm, after each preset")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw real tokens/s and peak memory (needs matplotlib)")
     parser.add_argument(
-        "--profile", type=Path, metavar="PATH.json", help="profile one more step per arm: GPU time by kind of kernel, with a figure"
+        "--profile", type=Path, metavar="PATH.json", help="profile one more step per arm: GPU time by kind of kernel, waits for the host"
     )
 
 

@@ -93,8 +93,8 @@ def test_every_rule_decides_for_a_kernel(number):
     assert any(pattern.search(name) and not any(rule.search(name) for rule in before) for name in KERNELS[kind])
 
 
-def span(cat: str, name: str, ts: float, dur: float) -> dict:
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+def span(cat: str, name: str, ts: float, dur: float, **args: int) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, **({"args": args} if args else {})}
 
 
 TRACE = [
@@ -127,9 +127,50 @@ def test_breakdown_of_a_trace():
     assert "matrix products 7.0" in text and "no rule for mystery: 0.9 ms" in text and "small mystery" not in text
 
 
+START = 10_000
+# In no order of time, as torch writes them: what the GPU ran, then what the host did.
+TRACE_WITH_LAUNCHES = [
+    span("kernel", "first", START + 300, 500, correlation=1),
+    span("kernel", "launched early", START + 804, 1196, correlation=2),
+    span("kernel", "within the one before", START + 900, 600, correlation=3),
+    span("kernel", "launched by nothing in the trace", START + 2002, 498),
+    span("kernel", "launched late", START + 2540, 460, correlation=5),
+    span("kernel", "launched by another thread", START + 3005, 95, correlation=7),
+    span("gpu_memset", "Memset (Device)", START + 3001, 2, correlation=6),
+    span("gpu_memcpy", "Memcpy DtoD", START + 3103, 7, correlation=99),
+    span("cpu_op", "aten::mm", START, 100),
+    span("cuda_runtime", "cudaLaunchKernel", START + 1000, 10, correlation=3),  # in a full queue: the kernel before runs
+    span("cuda_runtime", "cudaLaunchKernel", START + 90, 10, correlation=1),
+    span("cuda_runtime", "cudaLaunchKernelExC", START + 110, 10, correlation=2),
+    span("cuda_runtime", "cudaStreamIsCapturing", START + 2100, 10),
+    span("cuda_driver", "cuLaunchKernelEx", START + 2490, 30, correlation=5),  # comes back 20 us after all is done
+    span("cuda_runtime", "cudaMemsetAsync", START + 2600, 10, correlation=6),
+    span("cpu_op", "aten::zero_", START + 2600, 5000, correlation=6),  # lasts, but launches nothing
+    span("cuda_runtime", "cudaLaunchKernel", START + 2990, 13, correlation=7),  # comes back in the very moment when the memset ends
+    span("cuda_runtime", "cudaDeviceSynchronize", START + 2700, 500, correlation=8),
+]
+
+
+def test_waits_for_the_host():
+    """A gap is one where what ends it was launched after the work before: the start of the step, and one launch that came late."""
+    found = profile.breakdown("tiny", "sdpa", 3.2, TRACE_WITH_LAUNCHES)
+    assert found.waits_ms == pytest.approx(0.300 + 0.040)
+    assert found.last_wait_ms == pytest.approx(2.540)
+    assert found.turnaround_ms == pytest.approx(0.004 + 0.002 + 0.001 + 0.002 + 0.003)
+    assert profile.format_breakdown(found).splitlines()[0].endswith("; waits for the host 0.3 ms, none after 2.5 ms")
+
+
+def test_gaps_that_the_trace_ties_to_no_launch_are_no_waits():
+    found = profile.breakdown("tiny", "sdpa", 20.0, TRACE)
+    assert (found.waits_ms, found.last_wait_ms) == (0.0, 0.0)
+    assert found.turnaround_ms == pytest.approx(1.0 + 3.0 + 0.1 + 0.9)
+    assert profile.format_breakdown(found).splitlines()[0].endswith("; waits for the host 0.0 ms")
+
+
 def test_a_step_without_kernels_is_idle():
     found = profile.breakdown("tiny", "sdpa", 20.0, [])
     assert found.gpu_ms[profile.IDLE] == 20.0 and found.launches == 0 and found.host_ms == 0.0
+    assert found.waits_ms == found.last_wait_ms == found.turnaround_ms == 0.0
 
 
 def test_files(tmp_path):
@@ -139,4 +180,5 @@ def test_files(tmp_path):
     written = json.loads((tmp_path / "new" / "p.json").read_text())
     assert written["environment"]["gpu"] == "some GPU" and len(written["steps"]) == 4
     assert written["steps"][0]["gpu_ms"]["matrix products"] == 7.0
+    assert {"waits_ms", "last_wait_ms", "turnaround_ms"} <= written["steps"][0].keys()
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
