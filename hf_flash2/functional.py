@@ -136,12 +136,6 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
-# How calls on a GPU run that have passed every check, by all that was looked at; with it, v's head dim where that has to be padded, else 0.
-_plans: dict[tuple, tuple[ops.Plan, int]] = {}
-_UNKNOWN = (None, 0)
-_MAX_PLANS = 1024  # where lengths change from batch to batch, there is no end of layouts
-
-
 def _attention(
     check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table=None,
@@ -155,13 +149,11 @@ def _attention(
     key, plan, padded = None, None, 0
     if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v):
         key = (
-            check, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            None if seqlens_q is None else _form(seqlens_q), None if seqlens_k is None else _form(seqlens_k),
-            None if key_mask is None else _form(key_mask), max_seqlen_q, max_seqlen_k,
+            check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k,
             dropout_p, softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
         )  # fmt: skip
         try:
-            plan, padded = _plans.get(key, _UNKNOWN)
+            plan, padded = ops.plans.get(key, ops.UNKNOWN)
         except TypeError:  # not hashable: the checks say what is wrong
             key = None
     if plan is None:
@@ -178,9 +170,7 @@ def _attention(
         numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, deterministic)
         if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
             plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = (plan, padded)
+            ops.keep(key, plan, padded)
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if plan is not None and not return_attn_probs and not padded:
@@ -195,10 +185,6 @@ def _attention(
 
 def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
-
-
-def _form(x: torch.Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table) -> tuple:

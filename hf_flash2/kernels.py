@@ -34,7 +34,9 @@ class Layout:
         q, k, v: tensors that the kernels can read (`is_readable`). seqlens_q, seqlens_k, key_mask: as in ops.py, and so are the numbers.
             Of a tensor, only dtype, device, shape and strides matter.
 
-    PERF: since layouts are kept, a call with autograd takes the host of an H200 24 us in place of 39. One holds a few bytes of the device.
+    PERF: since layouts are kept, a call with autograd takes the host of an H200 24 us in place of 39.
+    NOTE: a layout holds no memory of the device: it may be made while torch.compile records a CUDA graph, and memory that stays in the pool
+    of that is an error.
     """
 
     __slots__ = ("_backwards", "_device", "_forward", "_gaps", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
@@ -66,6 +68,8 @@ class Layout:
         element, element_of_lse = (torch.empty(1, dtype=dtype, device=q.device) for dtype in (q.dtype, torch.float32))
         self._outputs = element.expand(*q.shape[:-1], head_dim_v), element_of_lse.expand(*batch, heads_q, tokens_q)
         self._gradients = tuple(element.expand(x.shape) for x in (q, k, v))
+        for x in (element, element_of_lse):
+            _free(x)
         out, softmax_lse = map(torch.empty_like, self._outputs)
         self._packed = packed = q.dim() == 3
         params = _FORWARD.pack(
@@ -176,7 +180,7 @@ class Layout:
 
     def _scratch(self, size_bytes: int) -> torch.Tensor:
         """A tensor as large as that, but for its memory."""
-        return self._gradients[0].new_empty(1, dtype=torch.uint8).expand(size_bytes)
+        return _free(self._gradients[0].new_empty(1, dtype=torch.uint8).expand(size_bytes))
 
     def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state) -> tuple[int, ...]:
         at_q, at_k = _address(seqlens_q), _address(seqlens_k)
@@ -235,6 +239,12 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """x, or a contiguous copy where its address is not a multiple of 16, for the same reason."""
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+
+
+def _free(x: torch.Tensor) -> torch.Tensor:
+    """x, with its memory and that of its views given back: all that is left to do with them is to make tensors like them."""
+    x.untyped_storage().resize_(0)
+    return x
 
 
 def _has_gaps(seqlens: torch.Tensor | None) -> bool:

@@ -32,6 +32,12 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 
+# How calls run, by all that this depends on: what functional.py checks, or what a layout is made from, for calls through the dispatcher.
+# With it, v's head dim where functional.py has to pad that, else 0.
+plans: dict[tuple, tuple["Plan | None", int]] = {}
+UNKNOWN = (None, 0)
+_MAX_PLANS = 1024  # where lengths change from batch to batch, there is no end of layouts
+
 # The backend of the last forward of this process, for `last_backend()`: a kernel family, or a name.
 _last_backend: int | str | None = None
 
@@ -62,14 +68,24 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
 
 def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
-    return plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
+    return _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
 
 
 def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
     tensors = (q, k, v, out.contiguous(), softmax_lse.contiguous())
     sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
-    return plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers).backward(dout, dlse, *tensors, sequences)
+    return _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers).backward(dout, dlse, *tensors, sequences)
+
+
+def _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple) -> "Plan":
+    """The plan of a call through the dispatcher, q, k and v readable."""
+    key = (forms(q, k, v, seqlens_q, seqlens_k, key_mask), numbers, native.forced_family())
+    found, _ = plans.get(key, UNKNOWN)
+    if found is None:
+        found = plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+        keep(key, found)
+    return found
 
 
 def _forward_cpu(
@@ -165,6 +181,26 @@ def plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers) -> Plan | None:
     if not all(map(kernels.is_readable, (q, k, v))):
         return None
     return Plan(kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers[:-1]), numbers)
+
+
+def keep(key: tuple, plan: Plan | None, padded: int = 0) -> None:
+    """Add to `plans`."""
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    plans[key] = plan, padded
+
+
+def forms(q, k, v, seqlens_q, seqlens_k, key_mask) -> tuple:
+    """All about the tensors of a call but their values and addresses, to look it up by."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        None if seqlens_q is None else _form(seqlens_q), None if seqlens_k is None else _form(seqlens_k),
+        None if key_mask is None else _form(key_mask),
+    )  # fmt: skip
+
+
+def _form(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def plain(q, k, v) -> bool:

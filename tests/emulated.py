@@ -60,7 +60,7 @@ def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int =
         patch.setattr(native, "check_device", lambda index: None)
         patch.setattr(kernels, "_current_stream", lambda index: 0)
         patch.setattr(functional, "_on_gpu", lambda x: True)
-        patch.setattr(functional, "_plans", {})
+        patch.setattr(ops, "plans", {})
         patch.setattr(ops, "_DISPATCHED", (ops._forward_cuda, ops._backward_cuda))  # for what is not planned
         library.emulator_schedule(seed, resident)
         yield

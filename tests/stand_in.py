@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from hf_flash2 import functional, kernels, native
+from hf_flash2 import kernels, native, ops
 
 PARAMS_H = Path(__file__).resolve().parents[1] / "csrc/params.h"
 MISALIGNED = -5  # kErrorMisaligned
@@ -62,7 +62,7 @@ class Library:
 
     def install(self, monkeypatch) -> "Library":
         """Make it what `native` has loaded, and CPU tensors packable for it."""
-        monkeypatch.setattr(functional, "_plans", {})
+        monkeypatch.setattr(ops, "plans", {})
         monkeypatch.setattr(native, "library", lambda: self)
         monkeypatch.setattr(native, "check_device", functools.cache(native.check_device.__wrapped__))
         monkeypatch.setattr(kernels, "_current_stream", lambda index: 7)

@@ -17,7 +17,7 @@ from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import compare, peek_rng_state
 
-from hf_flash2 import flash_attn_func, kernels, last_backend, native, ops
+from hf_flash2 import flash_attn_func, functional, kernels, last_backend, native, ops
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -296,6 +296,29 @@ def test_swizzles_are_free_of_bank_conflicts(head_dim, library, emulate):
     before = library.emulator_bank_conflicts()
     emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU))
     assert library.emulator_bank_conflicts() == before
+
+
+DISPATCHED = [
+    Case("dispatched", heads=(8, 2), lengths_q=(70, 70), causal=True),
+    Case("dispatched", lengths_q=(1, 70), lengths_k=(90, 33), form="packed"),
+    Case("dispatched", lengths_q=(70, 33), form="ranges", padding="holes", causal=True),
+    Case("dispatched", lengths_q=(3, 3), lengths_k=(900, 900)),  # split
+]
+
+
+@pytest.mark.parametrize("case", DISPATCHED, ids=lambda case: case.id)
+def test_dispatched_calls_give_the_bits_of_planned_ones(case, library, monkeypatch):
+    """The second of two calls too, with other values, from the layout that the first one left."""
+    samples = [Sample(case, torch.bfloat16, CPU, seed) for seed in range(2)]
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+    results = []
+    for planned in (True, False):
+        with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER), monkeypatch.context() as patch:
+            patch.setattr(functional, "_on_gpu", lambda x, planned=planned: planned)
+            results.append([sample.actual() for sample in samples])
+            assert len(ops.plans) == 1
+    for planned, dispatched in zip(*results, strict=True):
+        assert all(torch.equal(dispatched[name], planned[name]) for name in planned)
 
 
 def test_refusals_reach_python(library, monkeypatch):

@@ -124,7 +124,7 @@ def test_deterministic_reaches_the_op(asked_by, device, monkeypatch, request):
     forward, plan = ops.forward, ops.plan
     monkeypatch.setattr(ops, "forward", lambda *args: seen.append(args[-1]) or forward(*args))
     monkeypatch.setattr(ops, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
-    monkeypatch.setattr(functional, "_plans", {})
+    monkeypatch.setattr(ops, "plans", {})
     if asked_by == "torch":
         request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
         torch.use_deterministic_algorithms(True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import CASES, Case, Sample
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, last_backend, native, packing, reference
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, native, ops, packing, reference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -348,7 +348,7 @@ def workspaces(device, monkeypatch) -> list[int]:
     if device.type == "cuda":
         library = native.library()
         ask = library.hf_flash2_forward_workspace_bytes
-        monkeypatch.setattr(functional, "_plans", {})
+        monkeypatch.setattr(ops, "plans", {})
         monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
     return asked
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 
 import pytest
 import stand_in
@@ -235,6 +236,190 @@ def test_the_backend_is_named(device):
     assert last_backend() == "cpu-reference" if device.type == "cpu" else last_backend().startswith("cuda-sm")
 
 
+class PackedCalls(list):
+    """The params of each forward, but for addresses, and what it took to pack them."""
+
+    def __init__(self):
+        super().__init__()
+        self.work = Counter()
+
+    def new_work(self) -> dict[str, int]:
+        """Layouts made, sizes of workspaces asked for, and forwards refused for want of one, since the last time."""
+        work, self.work = self.work, Counter()
+        return work
+
+
+@pytest.fixture
+def packed_calls(monkeypatch) -> PackedCalls:
+    """Calls through the dispatcher run on CPU tensors, into a stand-in for the library that needs a workspace for every forward."""
+    library = stand_in.Library().install(monkeypatch)
+    params_type, run, calls = stand_in.structs()["HfFlash2ForwardParams"], library.hf_flash2_forward, PackedCalls()
+
+    def counted(what, function):
+        def call(*args):
+            calls.work[what] += 1
+            return function(*args)
+
+        return call
+
+    def forward(params: bytes, addresses: bytes) -> int:
+        if params_type.from_buffer_copy(params).workspace_bytes:
+            calls.append(params)
+            return run(params, addresses)
+        calls.work["refusals"] += 1
+        return library._fail("workspace_bytes", native.NEEDS_WORKSPACE)
+
+    monkeypatch.setattr(library, "hf_flash2_forward", forward)
+    for name in ("hf_flash2_forward_workspace_bytes", "hf_flash2_backward_workspace_bytes"):
+        monkeypatch.setattr(library, name, counted("sizes", getattr(library, name)))
+    monkeypatch.setattr(kernels, "Layout", counted("layouts", kernels.Layout))
+    monkeypatch.setattr(ops, "_DISPATCHED", (ops._forward_cuda, ops._backward_cuda))
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: False)  # nothing is planned by functional.py
+    return calls
+
+
+@forms
+def test_dispatched_calls_of_one_layout_are_packed_once(case, packed_calls):
+    """Forward and backward together; and what the library is given is what it is given by a layout made anew."""
+
+    def call():
+        sample = Sample(case, DTYPE, "cpu")
+        inputs = [x.requires_grad_() for x in sample.inputs()[:3]]
+        out, _ = sample.call(*inputs)
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+    call()
+    assert packed_calls.new_work() == {"layouts": 1, "refusals": 1, "sizes": 2}
+    call()
+    assert not packed_calls.new_work()
+    ops.plans.clear()
+    call()
+    assert packed_calls.new_work()["layouts"] == 1
+    assert len(packed_calls) == 3 and len(set(packed_calls)) == 1
+
+
+def op_arguments(**changes) -> dict:
+    """Of the forward op, by name."""
+    q, k, v = (torch.randn(2, tokens, heads, 64).to(DTYPE) for tokens, heads in ((5, 4), (6, 2), (6, 2)))
+    sequences = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state"))
+    numbers = {
+        "max_seqlen_q": 5, "max_seqlen_k": 6, "softmax_scale": 0.125, "window_left": -1, "window_right": -1, "dropout_p": 0.0,
+        "deterministic": False,
+    }  # fmt: skip
+    arguments = {"q": q, "k": k, "v": v, **sequences, **numbers}
+    return arguments | {name: change(arguments[name]) if callable(change) else change for name, change in changes.items()}
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """x, tokens within heads."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+ALL_ROWS, ALL_KEYS = torch.tensor([[0, 0], [5, 5]], dtype=torch.int32), torch.tensor([[0, 0], [6, 6], [1, 1]], dtype=torch.int32)
+MASK = torch.ones(2, 16, dtype=torch.uint8)
+HOLES = {"seqlens_k": ALL_KEYS, "key_mask": MASK[:, :6]}
+PACKED = dict.fromkeys("qkv", lambda x: x.flatten(0, 1))
+LENGTHS = [torch.tensor(lengths, dtype=torch.int32) for lengths in ((0, 10), (0, 4, 10))]
+OTHER_LAYOUTS = {  # slices have the strides of the whole
+    "batch": ({}, dict.fromkeys("qkv", lambda x: x[:1])),
+    "queries": ({}, {"q": lambda x: x[:, :4]}),
+    "keys": ({}, dict.fromkeys("kv", lambda x: x[:, :5])),
+    "query heads": ({}, {"q": lambda x: x[:, :, :2]}),
+    "key heads": ({}, dict.fromkeys("kv", lambda x: x[:, :, :1])),
+    "head dim": ({}, dict.fromkeys("qk", lambda x: x[..., :32])),
+    "head dim of v": ({}, {"v": lambda x: x[..., :32]}),
+    "strides of q": ({}, {"q": strided}),
+    "strides of k": ({}, {"k": strided}),
+    "strides of v": ({}, {"v": strided}),
+    "dtype": ({}, dict.fromkeys("qkv", torch.Tensor.half)),
+    "ranges of queries": ({}, {"seqlens_q": ALL_ROWS}),
+    "ranges of keys": ({}, {"seqlens_k": ALL_KEYS[:2]}),
+    "holes": ({"seqlens_k": ALL_KEYS}, HOLES),
+    "strides of the mask": (HOLES, {"seqlens_k": ALL_KEYS, "key_mask": MASK[:, :6].clone()}),
+    "packed": ({}, PACKED | dict.fromkeys(("seqlens_q", "seqlens_k"), LENGTHS[0])),
+    "packed sequences": tuple(PACKED | dict.fromkeys(("seqlens_q", "seqlens_k"), lengths) for lengths in LENGTHS),
+    "max_seqlen_q": ({}, {"max_seqlen_q": 4}),
+    "max_seqlen_k": ({}, {"max_seqlen_k": 4}),
+    "softmax_scale": ({}, {"softmax_scale": 0.25}),
+    "window_left": ({}, {"window_left": 3}),
+    "window_right": ({}, {"window_right": 0}),
+    "dropout_p": ({}, {"dropout_p": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64)}),
+    "deterministic": ({}, {"deterministic": True}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_dispatched_calls_of_another_layout_are_packed_anew(name, packed_calls):
+    """Each row: two calls that differ in this. The second gets params of its own, those that it gets when it is the only one."""
+    one, other = (op_arguments(**changes).values() for changes in OTHER_LAYOUTS[name])
+    ops.forward(*one)
+    packed_calls.new_work()
+    ops.forward(*other)
+    assert packed_calls.new_work() == {"layouts": 1, "refusals": 1, "sizes": 1}
+    for arguments in (one, other):
+        ops.forward(*arguments)
+    assert not packed_calls.new_work()
+    ops.plans.clear()
+    ops.forward(*other)
+    first, second, first_again, second_again, alone = packed_calls
+    assert (first, second) == (first_again, second_again) and second == alone
+
+
+def test_dispatched_calls_keep_apart_what_the_environment_says(packed_calls, monkeypatch):
+    arguments = op_arguments().values()
+    family = stand_in.structs()["HfFlash2ForwardParams"].family.offset
+    for name, layouts in (("auto", 1), ("sm90", 1), ("sm80", 1), ("auto", 0)):
+        monkeypatch.setenv("HF_FLASH2_FAMILY", name)
+        ops.forward(*arguments)
+        assert packed_calls.new_work()["layouts"] == layouts
+        assert packed_calls[-1][family : family + 4] == native.FAMILIES[name].to_bytes(4, "little")
+
+
+def test_dispatched_backwards_are_as_deterministic_as_asked(packed_calls):
+    arguments = op_arguments(q=lambda x: x.requires_grad_())
+    params_type = stand_in.structs()["HfFlash2BackwardParams"]
+    for deterministic in (False, True, False):
+        out, _ = ops.forward(*(arguments | {"deterministic": deterministic}).values())
+        out.sum().backward()
+        assert params_type.from_buffer_copy(native.library().calls[-1]).deterministic == deterministic
+
+
+def test_calls_on_two_devices_are_kept_apart():
+    tensors = [torch.empty(2, 5, 4, 64, dtype=DTYPE) for _ in range(3)]
+    assert ops.forms(*tensors, None, None, None) != ops.forms(*(x.to("meta") for x in tensors), None, None, None)
+
+
+def test_dispatched_calls_do_not_look_at_values(packed_calls):
+    """Of lengths and of the dropout's state: they are read by the kernels."""
+    for lengths, state in ((ALL_ROWS, 1), (ALL_ROWS - 1, 2)):
+        rng_state = torch.full((2,), state, dtype=torch.int64)
+        ops.forward(*op_arguments(seqlens_q=lengths, dropout_p=0.5, rng_state=rng_state).values())
+    assert packed_calls.new_work()["layouts"] == 1
+
+
+def test_layouts_of_dispatched_calls_do_not_pile_up(packed_calls, monkeypatch):
+    monkeypatch.setattr(ops, "_MAX_PLANS", 3)
+    for length in (1, 2, 3, 4):
+        ops.forward(*op_arguments(max_seqlen_q=length).values())
+        assert 0 < len(ops.plans) <= 3
+    assert packed_calls.new_work()["layouts"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", (9, 4000))
+def test_compiles_into_a_cuda_graph(tokens, device, fresh_compiler):
+    """torch.compile records the kernels while the layouts of the calls are made, and finds nothing left in the memory of its graphs."""
+    compiled = torch.compile(unpadded_attention, fullgraph=True, mode="reduce-overhead")
+    q, _, _, mask = problem(device)
+    k, v = (torch.randn(2, tokens, 2, 16, device=device, dtype=DTYPE) for _ in range(2))
+    ops.plans.clear()
+    for _ in range(4):  # twice to warm up and to record, then replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = [x.clone() for x in run(compiled, q, k, v, mask)]
+        for mine, expected in zip(actual, run(unpadded_attention, q, k, v, mask), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
 def host_microseconds(call, calls=200, rounds=20) -> float:
     """The fastest of several rounds, so that a busy machine does not count."""
     call()
@@ -264,7 +449,7 @@ def test_host_cost_of_a_call(device, monkeypatch, capsys):
     library = native.library()
     launch = library.hf_flash2_forward
     with monkeypatch.context() as patch:
-        patch.setattr(functional, "_plans", {})
+        patch.setattr(ops, "plans", {})
         patch.setattr(library, "hf_flash2_forward", lambda *structs: launches.append(structs) or launch(*structs))
         flash_attn_func(q, k, v, causal=True)
     cost_of_launch = host_microseconds(lambda: launch(*launches[0]))

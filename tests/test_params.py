@@ -127,6 +127,9 @@ def test_a_forward_that_needs_a_workspace_gets_one(name, library, monkeypatch):
         assert family == 80 and params == expected_forward(*tensors, out, lse, **others) | workspace
     assert len(refusals) == 1
     layout.backward(torch.empty_like(out), None, *tensors, out, lse, sequences, False)
+    kept = (*layout._outputs, *layout._gradients, layout._forward[1], *(workspace for _, workspace in layout._backwards.values()))
+    held_bytes = [x.untyped_storage().nbytes() for x in kept]  # numbers: to print one of these tensors would read its memory
+    assert held_bytes == [0] * 7
     assert Backward.from_buffer_copy(library.calls[-1]).forward.workspace == 0
     monkeypatch.setattr(library, "WORKSPACE_BYTES", library.WORKSPACE_BYTES + 1)
     with pytest.raises(native.LibraryError, match="workspace_bytes"):  # one that is given all it asks for and asks again
@@ -196,7 +199,7 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
     if name == "address":  # its strides are those of a plan
         monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
         functional.flash_attn_func(*tensors)
-        assert len(functional._plans) == 1
+        assert len(ops.plans) == 2  # that of the op, and that of the function
     assert len(found) == (2 if name == "address" else 1)
     for given, memory, _ in found:
         assert given["data"] != x.data_ptr() and given["data"] % 16 == 0
@@ -249,8 +252,8 @@ def test_calls_of_one_layout_are_planned_once(library, monkeypatch):
         assert (plans_of(call), plans_of(call)) == (1, 0)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert plans_of(lambda: attend(q, k, v)) == 0  # as with deterministic=True
-    monkeypatch.setattr(functional, "_MAX_PLANS", len(functional._plans))
-    assert plans_of(lambda: attend(q[:1, :1], k[:1], v[:1])) == 1 and len(functional._plans) == 1
+    monkeypatch.setattr(ops, "_MAX_PLANS", len(ops.plans))
+    assert plans_of(lambda: attend(q[:1, :1], k[:1], v[:1])) == 1 and len(ops.plans) == 1
 
 
 def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch):
@@ -260,6 +263,7 @@ def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch
     for message, call in {
         "one dtype": lambda: functional.flash_attn_func(q, k, v.half()),
         "same head dim": lambda: functional.flash_attn_func(q[..., :32], k, v),
+        "same shape up to the head dim": lambda: functional.flash_attn_func(q, k[:, :4], v),
         "multiple of the number of key heads": lambda: functional.flash_attn_func(q[:, :, :3], k, v),
         "dropout_p": lambda: functional.flash_attn_func(q, k, v, 1.5),
         "softcap": lambda: functional.flash_attn_func(q, k, v, softcap=[30.0]),
@@ -270,7 +274,7 @@ def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch
         with pytest.raises(ValueError, match=message):
             call()
     functional.flash_attn_func(q, k, v)
-    assert len(functional._plans) == 1
+    assert len(ops.plans) == 1
 
 
 def test_saved_tensors_may_come_back_with_other_strides(library, monkeypatch):
