@@ -103,6 +103,7 @@ namespace hf_flash2::sm90 {
 // * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64. Accumulator registers of a consumer thread: S = N / 2,
 // P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as in multi-head latent attention.
 // kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
+// kStoreTiles: O has shared memory of its own, 128 kConsumers Dv' bytes more, and the copy engine writes it; elsewhere nothing is left.
 // TileLength::kShort exists for d 64: 128 rows a block in place of 192 fit short triangles better. PERF: one H200, d 64 causal at 512 / 1k /
 // 2k, TFLOP/s: 148 261 347 with 192 rows, 215 296 367 with 128; at 4k 452 against 406, full at 512 359 against 342.
 enum class TileLength { kShort, kLong };
@@ -112,37 +113,37 @@ struct ForwardTile;
 template <>
 struct ForwardTile<64, TileLength::kShort> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 3;
-  static constexpr bool kLazyRescale = false;
+  static constexpr bool kLazyRescale = false, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<64> {
   static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2;
-  static constexpr bool kLazyRescale = false;
+  static constexpr bool kLazyRescale = false, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<96> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
-  static constexpr bool kLazyRescale = true;
+  static constexpr bool kLazyRescale = true, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<128> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
-  static constexpr bool kLazyRescale = true;
+  static constexpr bool kLazyRescale = true, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<192> {
   static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2;
-  static constexpr bool kLazyRescale = true;
+  static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 template <>
 struct ForwardTile<192, TileLength::kLong, 128> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
-  static constexpr bool kLazyRescale = true;
+  static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 template <>
 struct ForwardTile<256> {
   static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2;
-  static constexpr bool kLazyRescale = true;
+  static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:

@@ -22,6 +22,9 @@ struct Mask {
   int len_k;
   const uint8_t* visible;  // key mask from the first key of the range on, or null when every key of the range is real
 
+  __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int len_q, int len_k, const uint8_t* visible)
+      : params(params), len_q(len_q), len_k(len_k), visible(visible) {}
+
   __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int batch, Sequence q, Sequence k)
       : params(params), len_q(q.length), len_k(k.length), visible(nullptr) {
     if (params.key_mask != nullptr && params.sequences_k.ranges[2 * params.batch + batch] != 0)
@@ -79,22 +82,27 @@ struct Mask {
     return key_end > len_k || key_end - 1 > row_begin + shift() + right() || key_begin < row_end - 1 + shift() - left();
   }
 
+  // Of the columns 0, 1, 8, 9, 16, 17 .. of an accumulator row, in this order: a bit for each of the first 32 that is at most `last`.
+  static __device__ __forceinline__ uint32_t columns_up_to(int last) {
+    const int count = last < 0 ? 0 : min((last >> 3) * 2 + min(last & 7, 1) + 1, 32);
+    return static_cast<uint32_t>((uint64_t{1} << count) - 1);
+  }
+
   // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
   // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added). 2^heads_log2 rows, those of as many heads, are one query.
+  // PERF: bits go to predicates seven at a time, where a comparison each, with both limits, takes three instructions an element for one.
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, int heads_log2 = 0) const {
+    static_assert(kNTiles <= 16, "32 columns a row");
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = (row + m * 16 + half * 8) >> heads_log2;
-        const int first = first_key(query) - key, last = last_key(query) - key;
+        const uint32_t seen = columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1);
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (n * 8 + c < first || n * 8 + c > last) scores[m][n][half * 2 + c] = -INFINITY;
-          }
+        for (int i = 0; i < 2 * kNTiles; ++i) {
+          if (!(seen & 1u << i)) scores[m][i / 2][half * 2 + i % 2] = -INFINITY;
         }
       }
     }

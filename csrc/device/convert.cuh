@@ -1,5 +1,5 @@
-// Number formats: packing float pairs into the 16-bit types of q, k, v, and the fast base-2 exponential.
-// PTX ISA: "cvt", "ex2".
+// Number formats: packing float pairs into the 16-bit types of q, k, v; and the functions that the special-function unit has, each within
+// 2^-22 or so, relative. PTX ISA: "cvt", "ex2", "lg2", "rcp".
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,6 +41,18 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -18,4 +18,12 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
+// Copies a tile from shared memory to the box at these coordinates. What lies outside the tensor is not written. Joins the group that
+// bulk_commit() closes.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(reinterpret_cast<uint64_t>(map)),
+               "r"(source), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
 }  // namespace hf_flash2

@@ -1,35 +1,27 @@
 // FlashAttention-2 forward for Hopper: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 1; the overlap of
 // softmax with products follows Shah et al., FlashAttention-3, arXiv 2407.08608, section 3. Launched by forward_launch.cuh.
 //
-// The last warpgroup loads: one thread keeps a ring of K and a ring of V stages filled. The others compute, 64 query rows each. Inside one,
-// S of the next key block is issued together with O += P V of the last, and softmax runs while that product does; across them, a ring of
-// named barriers makes them take turns at issuing, so that one computes softmax while another has the tensor cores.
+// The last warpgroup loads: one thread finds the tiles, hands them over and keeps a ring of K and a ring of V stages filled. The others
+// compute, 64 query rows each. Inside one, S of the next key block is issued together with O += P V of the last, and softmax runs while that
+// product does; across them, a ring of named barriers makes them take turns at issuing, so that one computes softmax while another has the
+// tensor cores. O leaves through shared memory by the copy engine, under the next tile.
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 // Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together.
 #pragma once
-#include "attention/mask.cuh"
 #include "attention/softmax.cuh"
+#include "device/bulk_copy.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/combine.cuh"
-#include "sm90/scheduler.h"
+#include "sm90/forward_task.cuh"
 #include "sm90/store.cuh"
 #include "tiles.h"
 #include "wgmma.cuh"
 
 namespace hf_flash2::sm90 {
-
-struct ForwardArguments {
-  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
-  HfFlash2ForwardParams params;
-  Divisor heads, group;  // tiles of one token over all heads; query heads that share a key head
-  int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
-  Divisor splits;        // how many units share the key blocks of a tile; 1: results are final
-  TileScheduler scheduler;
-};
 
 enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
 
@@ -43,8 +35,10 @@ struct ForwardShape : ForwardTile<kHeadDimension, kLength, kHeadDimensionV> {
   static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
+  static constexpr int kOutBytes = Tile::kStoreTiles ? kQueryPanelBytes * kValuePanels : 0;
   static constexpr int kBarriers = 2 + 4 * Tile::kStages;
-  static constexpr int kSharedBytes = kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kBarriers * 8;
+  static constexpr int kSharedBytes =
+      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 2 ? 24 : 32, kConsumerRegisters = Tile::kConsumers == 2 ? 240 : 160;
 };
 
@@ -56,7 +50,9 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t q() const { return base; }
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return v(Shape::kStages) + i * 8; }
+  __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
+  __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 + stage); }
@@ -65,75 +61,36 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
 };
 
-// What a query block and a share of its keys is: the same for loader and consumers.
-struct ForwardTask {
-  int batch, head;             // the first of the tile's heads
-  int query_begin, query_end;  // of the tile: the end may lie behind the sequence
-  Sequence q, k;
-  Mask mask;
-  int key_block_begin, key_block_end;
-
-  template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head, int split) {
-    const HfFlash2ForwardParams& params = arguments.params;
-    const int batch = arguments.heads.quotient(batch_head);
-    const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
-    const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
-    const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
-    const Mask mask(params, batch, q, k);
-    const int begin = mask.key_block_begin(query_begin, kBlockN);
-    const int blocks = query_begin < q.length ? max(0, mask.key_block_end(query_end, kBlockN) - begin) : 0;
-    return {batch,
-            arguments.heads.remainder(batch_head) << arguments.tile_heads_log2,
-            query_begin,
-            query_end,
-            q,
-            k,
-            mask,
-            begin + arguments.splits.quotient(blocks * split),
-            begin + arguments.splits.quotient(blocks * (split + 1))};
-  }
-  __device__ __forceinline__ int key_blocks() const { return key_block_end - key_block_begin; }
-};
-
-// Calls f(query_block, batch_head, split) for every tile of this thread block.
-template <typename F>
-__device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
-  const TileScheduler& scheduler = arguments.scheduler;
-  const int units = scheduler.units() * arguments.splits.divisor;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
-      int query_block, batch_head;
-      if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
-        f(query_block, batch_head, arguments.splits.remainder(unit));
-    }
-  }
-}
-
 template <typename Shape>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  int use = 0, query_use = 0;  // key blocks and query blocks loaded so far
+  int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
+
+  const auto hand_over = [&](const ForwardTask& task, int query_bytes) {
+    mbarrier_wait(shared.q_empty(), (tiles & 1) ^ 1);
+    task.store(shared.task(tiles++));
+    mbarrier_arrive_expect(shared.q_full(), query_bytes);
+  };
 
   for_each_tile(arguments, [&](int query_block, int batch_head, int split) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split);
+    if (task.query_begin(arguments) >= task.q_length) return;
+    if (task.key_block_begin == task.key_block_end) return hand_over(task, 0);
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
-      const int token = task.k.start + block * Shape::kBlockN;
+      const int token = task.k_start + block * Shape::kBlockN;
       mbarrier_wait(shared.k_empty(stage), released);
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
       for (int panel = 0; panel < Shape::kPanels; ++panel)
         tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
       if (block == task.key_block_end - 1) {
-        mbarrier_wait(shared.q_empty(), (query_use & 1) ^ 1);
-        mbarrier_arrive_expect(shared.q_full(), Shape::kQueryBytes);
+        hand_over(task, Shape::kQueryBytes);
         for (int panel = 0; panel < Shape::kPanels; ++panel)
           tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.head,
-                   task.q.start + task.query_begin, map_batch);
-        ++query_use;
+                   task.q_start + task.query_begin(arguments), map_batch);
       }
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
@@ -141,6 +98,60 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
     }
   });
+  hand_over(ForwardTask::none(), 0);
+}
+
+// Named barriers: 0 is __syncthreads(), kTurnBarrier + i and kOutBarrier + i are warpgroup i's.
+constexpr int kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
+
+// The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
+__device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
+  const HfFlash2ForwardParams& params = arguments.params;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const OutputRow at(arguments, task, row + half * 8);
+    if (!at.valid) continue;
+    if (arguments.splits.divisor > 1)
+      Shares(params, arguments.splits.divisor)
+          .lse[Shares::row(params, at.batch, at.head, at.token) * arguments.splits.divisor + task.split] = lse[half];
+    else
+      params.softmax_lse[at.batch * params.lse_batch_stride + at.head * params.lse_head_stride + at.token] = lse[half];
+  }
+}
+
+// A warpgroup's rows of O. The copy engine takes whole tiles, under whatever the warpgroup does next; rows of a tile that ends behind its
+// sequence, and shares, which are floats, are written from registers. `row` is this thread's first.
+template <typename Shape, typename T>
+__device__ __forceinline__ void store_out(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, const ForwardTask& task,
+                                          int row, const float (&out)[Shape::kHeadDimV / 8][4]) {
+  const HfFlash2ForwardParams& params = arguments.params;
+  if constexpr (Shape::kStoreTiles) {
+    const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
+    if (arguments.splits.divisor == 1 && query_end <= task.q_length && task.key_block_begin < task.key_block_end) {
+      const int group = threadIdx.x / 128;
+      store_tile<T, Shape::kQueryPanelBytes>(out, shared.out(group));
+      async_proxy_fence();
+      named_barrier_sync(kOutBarrier + group, 128);
+      if (threadIdx.x % 128 == 0) {
+        const int token = task.q_start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
+        for (int panel = 0; panel < Shape::kValuePanels; ++panel)
+          tma_store(&arguments.out, shared.out(group) + panel * Shape::kQueryPanelBytes, panel * 64, task.head, token,
+                    params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
+        bulk_commit();
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const OutputRow at(arguments, task, row + half * 8);
+    if (arguments.splits.divisor > 1) {
+      const int64_t share = Shares::row(params, at.batch, at.head, at.token) * arguments.splits.divisor + task.split;
+      store_row(out, half, Shares(params, arguments.splits.divisor).out + share * params.head_dim_v, at.valid, params.head_dim_v);
+    } else {
+      store_row(out, half, token_pointer<T>(params.out, at.batch, at.head, at.token), at.valid, params.head_dim_v);
+    }
+  }
 }
 
 template <typename Shape, typename T>
@@ -178,45 +189,52 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 #pragma unroll
     for (int i = 0; i < kBlockN / 4; ++i) probabilities[i] = pack<T>((&scores[0][0][0])[2 * i], (&scores[0][0][0])[2 * i + 1]);
   };
-  // Turns: barrier 2 + i is warpgroup i's. Whoever has issued its products gives the turn to the next.
-  const auto wait_turn = [&] { named_barrier_sync(2 + group, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(2 + (group + 1) % kConsumers, 256); };
-  if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
-
-  int use = 0, query_use = 0;  // key blocks and query blocks computed so far
-  for_each_tile(arguments, [&](int query_block, int batch_head, int split) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, kBlockN>(arguments, query_block, batch_head, split);
-    if (task.query_begin >= task.q.length) return;
-    const int row = query_block * Shape::kBlockM + group_row;
-    OnlineSoftmax<1> softmax;
+  const auto clear_out = [&] {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) (&out[0][0][0])[i] = 0.f;
+  };
+  // Turns: whoever has issued its products gives the turn to the next.
+  const auto wait_turn = [&] { named_barrier_sync(kTurnBarrier + group, 256); };
+  const auto pass_turn = [&] { named_barrier_arrive(kTurnBarrier + (group + 1) % kConsumers, 256); };
+  if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
-    if (task.key_blocks() > 0) {
+  int use = 0;  // key blocks computed so far
+  for (int tile = 0;; ++tile) {
+    mbarrier_wait(shared.q_full(), tile & 1);
+    const ForwardTask task = ForwardTask::load(shared.task(tile));
+    if (task.head == ForwardTask::kNone) break;
+    const int row = task.row_begin + group_row;
+    OnlineSoftmax<1> softmax;
+    const auto finish = [&] {
+      softmax.finish(rescale, scale_log2, 1.f);
+      if (lane % 4 == 0) store_lse(arguments, ForwardTask::load(shared.task(tile)), row, softmax.row_max[0]);
+    };
+
+    if (task.key_block_begin < task.key_block_end) {
+      const uint8_t* visible = task.has_holes ? params.key_mask + task.batch * params.key_mask_batch_stride + task.k_start : nullptr;
+      const Mask mask(params, task.q_length, task.k_length, visible);
       int block = task.key_block_end - 1;
-      if (ragged && (block + 1) * kBlockN > task.k.length) {
+      if (ragged && (block + 1) * kBlockN > task.k_length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
+        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k_length - block * kBlockN);
         async_proxy_fence();
-        named_barrier_sync(1, kConsumers * 128);
+        named_barrier_sync(kClearBarrier, kConsumers * 128);
       }
-      mbarrier_wait(shared.q_full(), query_use & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
+      if (Shape::kStoreTiles && elected) bulk_wait_read<0>();  // before a barrier behind which the warpgroup may write its tile of O again
       wait_turn();
       issue_scores(use % kStages);
       pass_turn();
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
-      if (elected) {
-        mbarrier_arrive(shared.k_empty(use % kStages));
-        if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
-      }
+      if (elected) mbarrier_arrive(shared.k_empty(use % kStages));
+      if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
       const int key = lane % 4 * 2;  // first column of this lane in a block
-      if (task.mask.needed(task.query_begin, task.query_end, block * kBlockN, (block + 1) * kBlockN))
-        task.mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
-      if (task.mask.visible != nullptr) task.mask.apply_holes(scores, block * kBlockN + key);
+      if (task.is_masked(block)) mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
+      if (task.has_holes) mask.apply_holes(scores, block * kBlockN + key);
       softmax.update(scores, rescale, scale_log2);
       round_probabilities();
+      clear_out();
 
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
       const auto advance = [&](auto masking) {
@@ -232,12 +250,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         pass_turn();
         wgmma_wait<1>();
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
-        if (elected) {
-          mbarrier_arrive(shared.k_empty(stage_k));
-          if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
-        }
-        if constexpr (kMasking != Masking::kNone) task.mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
-        if constexpr (kMasking == Masking::kHoles) task.mask.apply_holes(scores, block * kBlockN + key);
+        if (elected) mbarrier_arrive(shared.k_empty(stage_k));
+        if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
+        if constexpr (kMasking != Masking::kNone) mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
+        if constexpr (kMasking == Masking::kHoles) mask.apply_holes(scores, block * kBlockN + key);
         const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
         wgmma_wait<0>();
         wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
@@ -245,12 +261,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if (moved) scale_rows(out, rescale);
         round_probabilities();
       };
-      const int unmasked_begin = task.mask.unmasked_block_begin(task.query_end, kBlockN);
-      const int unmasked_end = task.mask.unmasked_block_end(task.query_begin, kBlockN);
       for (--block; block >= task.key_block_begin; --block) {
-        if (task.mask.visible != nullptr)
+        if (task.has_holes)
           advance(std::integral_constant<Masking, Masking::kHoles>{});
-        else if (block >= unmasked_end || block < unmasked_begin)
+        else if (task.is_masked(block))
           advance(std::integral_constant<Masking, Masking::kLimits>{});
         else
           advance(std::integral_constant<Masking, Masking::kNone>{});
@@ -259,33 +273,20 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       const int stage_v = use % kStages;
       mbarrier_wait(shared.v_full(stage_v), use / kStages & 1);
       issue_output(stage_v);
-      softmax.finish(rescale, scale_log2, 1.f);
+      finish();
       wgmma_wait<0>();
       wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
       if (elected) mbarrier_arrive(shared.v_empty(stage_v));
-      ++use, ++query_use;
+      ++use;
+      scale_rows(out, rescale);
     } else {
-      softmax.finish(rescale, scale_log2, 1.f);
+      mbarrier_arrive(shared.q_empty());
+      finish();
+      clear_out();
     }
-    scale_rows(out, rescale);
-
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = (row + half * 8) >> arguments.tile_heads_log2, token = task.q.start + query;
-      const int head = task.head + ((row + half * 8) & ((1 << arguments.tile_heads_log2) - 1));
-      const bool valid = query < task.q.length;
-      if (arguments.splits.divisor > 1) {
-        const Shares shares(params, arguments.splits.divisor);
-        const int64_t share = Shares::row(params, task.batch, head, token) * arguments.splits.divisor + split;
-        if (lane % 4 == 0 && valid) shares.lse[share] = softmax.row_max[0][half];
-        store_row(out[0], half, shares.out + share * params.head_dim_v, valid, params.head_dim_v);
-        continue;
-      }
-      if (lane % 4 == 0 && valid)
-        params.softmax_lse[task.batch * params.lse_batch_stride + head * params.lse_head_stride + token] = softmax.row_max[0][half];
-      store_row(out[0], half, token_pointer<T>(params.out, task.batch, head, token), valid, params.head_dim_v);
-    }
-  });
+    store_out<Shape, T>(arguments, shared, ForwardTask::load(shared.task(tile)), row, out[0]);
+  }
+  if (Shape::kStoreTiles && elected) bulk_wait_all();
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match
 }
 
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_kernel(const __gri
   let_next_kernel_begin();  // combine_kernel, where keys are split: nothing else is launched early behind this one
   if (threadIdx.x == 0) {
     mbarrier_init(shared.q_full(), 1);
-    mbarrier_init(shared.q_empty(), Shape::kConsumers);
+    mbarrier_init(shared.q_empty(), Shape::kConsumers * 128);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(shared.k_full(stage), 1);
       mbarrier_init(shared.v_full(stage), 1);

@@ -1,7 +1,8 @@
-// Accumulator rows to global memory, straight from registers: the four lanes that share a row exchange 8-column pieces so that each writes
-// 16 contiguous bytes. No shared memory and no barrier, so the next tile's loads never wait for it.
+// Accumulators to memory: whole tiles into shared memory, for the copy engine, or rows straight to global memory, where the four lanes that
+// share one exchange 8-column pieces so that each writes 16 contiguous bytes.
 #pragma once
 #include "device/convert.cuh"
+#include "device/shared_memory.cuh"
 
 namespace hf_flash2::sm90 {
 
@@ -35,6 +36,19 @@ __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half
     transpose_quad(pieces);
     const int column = (tile + threadIdx.x % 4) * 8;
     if (valid && column < columns) *reinterpret_cast<uint4*>(row + column) = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
+  }
+}
+
+// Writes a warpgroup's accumulators [64, kDTiles * 8], rounded to T, into panels of 64 columns in shared memory, with the 128-byte swizzle.
+template <typename T, int kPanelBytes, int kDTiles>
+__device__ __forceinline__ void store_tile(const float (&c)[kDTiles][4], uint32_t tile) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t row_address = tile + row * 128;
+#pragma unroll
+  for (int t = 0; t < kDTiles; t += 2) {
+    const uint32_t pieces[4] = {pack<T>(c[t][0], c[t][1]), pack<T>(c[t][2], c[t][3]), pack<T>(c[t + 1][0], c[t + 1][1]),
+                                pack<T>(c[t + 1][2], c[t + 1][3])};
+    stmatrix_x4(row_address + t / 8 * kPanelBytes + ((t % 8 + lane / 16) ^ (row % 8)) * 16, pieces);
   }
 }
 

@@ -1,4 +1,4 @@
-// Host side of TMA: the tensor maps of q, k, v, made from their strides. PTX ISA: "Tensor-map"; CUDA driver API: cuTensorMapEncodeTiled.
+// Host side of TMA: tensor maps, made from strides. PTX ISA: "Tensor-map"; CUDA driver API: cuTensorMapEncodeTiled.
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>

@@ -56,6 +56,8 @@ inline void ex2_approx_ftz_f32(float& y, float x) {
   y = exp2f(x);
   if (y < 1.17549435e-38f) y = 0.f;
 }
+inline void lg2_approx_ftz_f32(float& y, float x) { y = log2f(x); }
+inline void rcp_approx_ftz_f32(float& y, float x) { y = 1.f / x; }
 
 // ---- Global memory ----
 

@@ -1,0 +1,104 @@
+// What a thread block of the Hopper forward works on: its launch arguments, the tiles, and where their rows go.
+#pragma once
+#include <cuda.h>
+
+#include "attention/mask.cuh"
+#include "device/shared_memory.cuh"
+#include "sm90/scheduler.h"
+
+namespace hf_flash2::sm90 {
+
+struct ForwardArguments {
+  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
+  CUtensorMap out;      // boxes of 64 columns x the rows of one warpgroup
+  HfFlash2ForwardParams params;
+  Divisor heads, group;  // tiles of one token over all heads; query heads that share a key head
+  int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
+  Divisor splits;        // how many units share the key blocks of a tile; 1: results are final
+  TileScheduler scheduler;
+};
+
+// A query block and a share of its keys. The loader finds it and leaves it in shared memory for the consumers.
+// PERF: finding it takes some 800 cycles, which the loader has and a consumer does not.
+struct ForwardTask {
+  int batch, head;  // the first of the tile's heads; kNone: there are no more tiles
+  int row_begin;    // of the tile: heads are rows too
+  int split;
+  int q_start, q_length, k_start, k_length;
+  int key_block_begin, key_block_end;
+  int unmasked_begin, unmasked_end;  // key blocks of which every row sees every key, holes apart
+  int has_holes;
+  static constexpr int kNone = -1, kBytes = 64;
+
+  template <int kBlockM, int kBlockN>
+  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head, int split) {
+    const HfFlash2ForwardParams& params = arguments.params;
+    const int batch = arguments.heads.quotient(batch_head), head = arguments.heads.remainder(batch_head) << arguments.tile_heads_log2;
+    const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
+    const Sequence q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);
+    const Sequence k = find_sequence(params.sequences_k, params.batch, batch, params.max_seqlen_k);
+    const Mask mask(params, batch, q, k);
+    const int begin = mask.key_block_begin(query_begin, kBlockN);
+    const int blocks = query_begin < q.length ? max(0, mask.key_block_end(query_end, kBlockN) - begin) : 0;
+    ForwardTask task;
+    task.batch = batch, task.head = head, task.row_begin = query_block * kBlockM, task.split = split;
+    task.q_start = q.start, task.q_length = q.length, task.k_start = k.start, task.k_length = k.length;
+    task.key_block_begin = begin + arguments.splits.quotient(blocks * split);
+    task.key_block_end = begin + arguments.splits.quotient(blocks * (split + 1));
+    task.unmasked_begin = mask.unmasked_block_begin(query_end, kBlockN), task.unmasked_end = mask.unmasked_block_end(query_begin, kBlockN);
+    task.has_holes = mask.visible != nullptr;
+    return task;
+  }
+  static __device__ __forceinline__ ForwardTask none() {
+    ForwardTask task{};
+    task.head = kNone;
+    return task;
+  }
+
+  __device__ __forceinline__ int query_begin(const ForwardArguments& arguments) const { return row_begin >> arguments.tile_heads_log2; }
+  __device__ __forceinline__ bool is_masked(int block) const { return block >= unmasked_end || block < unmasked_begin; }
+
+  __device__ __forceinline__ void store(uint32_t address) const {
+    store_shared(address, make_uint4(batch, head, row_begin, split));
+    store_shared(address + 16, make_uint4(q_start, q_length, k_start, k_length));
+    store_shared(address + 32, make_uint4(key_block_begin, key_block_end, unmasked_begin, unmasked_end));
+    store_shared(address + 48, make_uint4(has_holes, 0, 0, 0));
+  }
+  static __device__ __forceinline__ ForwardTask load(uint32_t address) {
+    const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32);
+    ForwardTask task;
+    task.batch = a.x, task.head = a.y, task.row_begin = a.z, task.split = a.w;
+    task.q_start = b.x, task.q_length = b.y, task.k_start = b.z, task.k_length = b.w;
+    task.key_block_begin = c.x, task.key_block_end = c.y, task.unmasked_begin = c.z, task.unmasked_end = c.w;
+    task.has_holes = load_shared_uint4(address + 48).x;
+    return task;
+  }
+};
+
+// Calls f(query_block, batch_head, split) for every tile of this thread block.
+template <typename F>
+__device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
+  const TileScheduler& scheduler = arguments.scheduler;
+  const int units = scheduler.units() * arguments.splits.divisor;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
+      int query_block, batch_head;
+      if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
+        f(query_block, batch_head, arguments.splits.remainder(unit));
+    }
+  }
+}
+
+// Where row `row` of a tile goes: its batch, head and token.
+struct OutputRow {
+  int batch, head, token;
+  bool valid;
+
+  __device__ __forceinline__ OutputRow(const ForwardArguments& arguments, const ForwardTask& task, int row) {
+    const int query = row >> arguments.tile_heads_log2;
+    batch = task.batch, head = task.head + (row & ((1 << arguments.tile_heads_log2) - 1)), token = task.q_start + query;
+    valid = query < task.q_length;
+  }
+};
+
+}  // namespace hf_flash2::sm90
