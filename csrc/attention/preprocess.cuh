@@ -20,6 +20,8 @@ template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, type
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();
   const HfFlash2ForwardParams& forward = params.forward;
+  const Workspace workspace(params, kBlockM, kColumns);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.next_unit = 0;
   const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
   const int query_block = blockIdx.x % query_blocks;
   const int head = blockIdx.x / query_blocks % forward.heads_q;
@@ -27,7 +29,6 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (query_block * kBlockM >= seq.length) return;
 
-  const Workspace workspace(params, kBlockM, kColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
   if (threadIdx.x == 0) workspace.semaphores[tile] = kClearDq && !params.deterministic ? kEveryTurn : 0;
   if constexpr (kClearDq) {

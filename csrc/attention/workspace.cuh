@@ -11,6 +11,7 @@ struct Workspace {
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
   int32_t* semaphores;  // [H, blocks]: who may write to a block of dq when; see preprocess.cuh and the kernels
+  int32_t* next_unit;   // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
   int64_t blocks;       // query blocks of one head, over all sequences
 
   __host__ __device__ static int64_t query_blocks(const HfFlash2ForwardParams& params, int block_m) {
@@ -20,7 +21,7 @@ struct Workspace {
 
   __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int columns) {
     const int64_t tiles = query_blocks(params, block_m) * params.heads_q;
-    return tiles * (block_m * (columns + 2) + 1) * 4;
+    return (tiles * (block_m * (columns + 2) + 1) + 1) * 4;
   }
 
   __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int columns)
@@ -29,6 +30,7 @@ struct Workspace {
     dq = static_cast<float*>(params.workspace);
     delta = dq + tiles * block_m * columns;
     semaphores = reinterpret_cast<int32_t*>(delta + tiles * block_m * 2);
+    next_unit = semaphores + tiles;
   }
 
   // Number of the first query block of sequence `batch`, counted over all heads.

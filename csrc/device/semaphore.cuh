@@ -1,4 +1,4 @@
-// Turns between thread blocks, counted in global memory. PTX ISA: "ld.acquire", "red.release", "atom.acquire".
+// Turns between thread blocks, counted in global memory. PTX ISA: "ld.acquire", "red.release", "atom.acquire", "atom.relaxed".
 #pragma once
 #include <stdint.h>
 
@@ -23,6 +23,13 @@ constexpr int kEveryTurn = 1 << 30;
 __device__ __forceinline__ int semaphore_take(int32_t* semaphore) {
   int before;
   asm volatile("atom.acquire.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
+  return before;
+}
+
+// The next number, from 0 on; says nothing about what others have written.
+__device__ __forceinline__ int take_next(int32_t* counter) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 

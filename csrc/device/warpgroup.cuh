@@ -5,6 +5,10 @@
 
 namespace hf_flash2 {
 
+// Which warpgroup of its block a thread belongs to. PERF: the shuffle tells the compiler that a warp agrees on it, so that what follows from
+// it, descriptors above all, takes uniform registers; products read those, and each from another register is moved there first.
+__device__ __forceinline__ int warpgroup_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0); }
+
 // Before the first wgmma of a sequence, and again after ordinary instructions have written its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -1,10 +1,10 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
 // Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_dq_kernel (dQ to its dtype).
 //
-// One block owns 128 keys of one key head and keeps dK and dV in registers while the query blocks that see them stream by, over all query
-// heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last, one
-// thread loads and one warp adds dQ to global memory. Only dS goes through shared memory, once, for dQ = dS K, which contracts over the keys
-// of both warpgroups: each computes 64 x 64 of it.
+// A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
+// all query heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last,
+// one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for dQ = dS K, which
+// contracts over the keys of both warpgroups: each computes 64 x 64 of it.
 // PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles,
 // its products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step
 // under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector reductions from registers (16k: 586
@@ -37,6 +37,50 @@ __device__ __forceinline__ int dq_full(int consumer) { return 2 + consumer; }
 __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 
+// Calls f(task) for every task that the loader hands over; by consumers and the warp that adds.
+template <typename Shape, typename F>
+__device__ __forceinline__ void for_each_task(const BackwardArguments& arguments, const BackwardShared<Shape>& shared, const F& f) {
+  for (uint32_t number = 0;; ++number) {
+    mbarrier_wait(shared.task_full(), number & 1);
+    const BackwardTask task = BackwardTask::load(shared.task(), arguments.params.forward);
+    mbarrier_arrive(shared.task_empty());
+    if (task.key_block == BackwardTask::kNone) return;
+    f(task);
+  }
+}
+
+// The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
+// behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
+// of a block that is not there yet would be a turn that those running wait for.
+// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last. In % of cuDNN at
+// 512, 1k, 4k on one H200, with what warpgroup_index() brings: d 64 full 111 108 108 -> 131 121 118, causal 114 115 115 -> 139 133 126; d 128
+// full 111 110 108 -> 118 113 110, causal 113 113 114 -> 122 120 117.
+template <typename Shape>
+__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  const int units = arguments.scheduler.units();
+  Loader<Shape> loader{arguments, shared};
+  uint32_t tasks = 0;  // handed over so far
+  const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
+  const auto take_unit = [&] {
+    wait_for_kernel_before();  // it clears the counter
+    return take_next(workspace.next_unit);
+  };
+  const bool in_order = arguments.params.deterministic;
+  const int first = in_order ? 0 : gridDim.x;
+  for (int unit = in_order ? take_unit() : blockIdx.x; unit < units; unit = first + take_unit()) {
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, unit);
+    if (task.key_block * Shape::kBlockN >= task.k.length) continue;
+    wait_for_slot();
+    task.store(shared.task());
+    mbarrier_arrive(shared.task_full());
+    loader.load(task);
+  }
+  wait_for_slot();
+  BackwardTask::store_none(shared.task());
+  mbarrier_arrive(shared.task_full());
+}
+
 // Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
 // first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other.
 // Where the accumulator has been cleared (not first_stores), all add.
@@ -45,8 +89,7 @@ constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 // runs, and from taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before
 // it takes the next.
 template <typename Shape>
-__device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                                    const BackwardTask& task) {
+__device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
@@ -57,8 +100,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     bulk_global_fence();
     semaphore_pass(written, params.deterministic ? 1 : kEveryTurn);
   };
-  wait_for_kernel_before();  // it clears the semaphores
-  task.for_each_step([&](uint32_t, int, int query_block, int tile) {
+  const auto add = [&](const BackwardTask& task, int query_block, int tile) {
     // The pieces of the step before have been read; in the first step nothing has been issued yet.
     if (elected) bulk_wait_read<1>();
     __syncwarp();
@@ -93,19 +135,22 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
         bulk_commit();
       }
     }
+  };
+  wait_for_kernel_before();  // it clears the semaphores
+  for_each_task(arguments, shared, [&](const BackwardTask& task) {
+    task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(task, query_block, tile); });
+    if (elected) pass_turn();
+    written = nullptr;
   });
-  if (elected) {
-    pass_turn();
-    bulk_wait_all();
-  }
+  if (elected) bulk_wait_all();
 }
 
 template <typename Shape, typename T>
-__device__ __forceinline__ void compute_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                                  const BackwardTask& task) {
+__device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                                      const BackwardTask& task, uint32_t first_step, uint32_t keys_parity) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
-  const int consumer = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int consumer = warpgroup_index(), thread = threadIdx.x % 128;
   const uint32_t keys = shared.k() + consumer * (64 * 128), values = shared.v() + consumer * (64 * 128);  // this consumer's rows of a panel
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN + consumer * 64);
   const float scale_log2 = params.forward.softmax_scale * kLog2e;
@@ -120,9 +165,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];  // as A operands
     mbarrier_wait(shared.q_full(stage), parity);
     RowValues<8> lse_log2(shared.lse_log2(stage));  // PERF: before the products, which keep shared memory busy
-    issue_scores<Shape, T>(&p[0][0], keys, shared.q(stage));
+    issue_scores<Shape, T>(&p[0][0], hidden(keys), shared.q(stage));
     mbarrier_wait(shared.dout_full(stage), parity);
-    issue_scores<Shape, T>(&ds[0][0], values, shared.dout(stage));
+    issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
 
     wgmma_wait<1>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
@@ -167,15 +212,19 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
     mbarrier_arrive(shared.empty(stage));
   };
 
-  if (task.query_block_begin < task.query_block_end) {
-    wait_for_keys(shared, task);
-    task.for_each_step([&](uint32_t step, int, int query_block, int) {
-      clear_queries(shared, task, step, query_block);
-      if (task.mask_needed(query_block))
-        advance(step, query_block, std::true_type{});
-      else
-        advance(step, query_block, std::false_type{});
-    });
+  uint32_t next_step = first_step;
+  if (task.has_steps()) {
+    wait_for_keys(shared, task, keys_parity);
+    next_step = task.for_each_step(
+        [&](uint32_t step, int, int query_block, int) {
+          clear_queries(shared, task, step, query_block);
+          if (task.mask_needed(query_block))
+            advance(step, query_block, std::true_type{});
+          else
+            advance(step, query_block, std::false_type{});
+        },
+        first_step);
+    mbarrier_arrive(shared.keys_empty());
     wgmma_use<kHeadDim / 2>(&dk[0][0]);
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
   }
@@ -183,25 +232,28 @@ __device__ __forceinline__ void compute_gradients(const BackwardArguments& argum
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   store_key_gradient<T>(params.dk, dk, task, lane.key, params.forward.head_dim);
   store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
+  return next_step;
 }
 
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  const BackwardTask task = BackwardTask::make<Shape>(arguments);
   let_next_kernel_begin();
-  if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
   shared.make_barriers();
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
     if (threadIdx.x == Shape::kConsumerThreads)
-      load_tiles<Shape>(arguments, shared, task);
+      load_tasks<Shape>(arguments, shared);
     else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1)
-      add_query_gradients<Shape>(arguments, shared, task);
+      add_query_gradients<Shape>(arguments, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    compute_gradients<Shape, T>(arguments, shared, task);
+    uint32_t step = 0, key_blocks = 0;
+    for_each_task(arguments, shared, [&](const BackwardTask& task) {
+      step = compute_gradients<Shape, T>(arguments, shared, task, step, key_blocks & 1);
+      key_blocks += task.has_steps();
+    });
   }
 }
 

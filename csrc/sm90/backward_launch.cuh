@@ -62,7 +62,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
     preprocess(std::false_type{});
   else
     preprocess(std::true_type{});
-  launch<kKernel>(arguments, arguments.scheduler.units(), Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
+  const int64_t units = arguments.scheduler.units();
+  const int64_t blocks = Shape::kTakesTasks ? std::min<int64_t>(units, multiprocessors(forward.device)) : units;
+  launch<kKernel>(arguments, blocks, Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
                   "attention backward, sm90", start);
   launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                       "attention backward, sm90, dq", start);

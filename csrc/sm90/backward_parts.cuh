@@ -47,53 +47,15 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
+  // A thread block takes one key block after another. Above head dim 128 it has one.
+  static constexpr bool kTakesTasks = kHeadDim <= 128;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
                 "what a block has got at its launch; to take more hangs");
 };
 
-// Shared-memory addresses: tiles, the work space of the kernel, rows, then barriers. "full": the copy has landed; "empty": every consumer is
-// done with it.
-template <typename Shape>
-struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kBarriers = 1 + 3 * kStages;
-  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
-                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
-                                kBarriers * 8;
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t k() const { return base; }
-  __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
-  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
-  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages) + stage * Shape::kDoutBytes; }
-  __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
-  __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
-  __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return lse_log2(2 * kStages) + i * 8; }
-  __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }  // K and V
-  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(1 + stage); }
-  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(1 + kStages + stage); }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(1 + 2 * kStages + stage); }  // Q and dO
-
-  // By the whole block.
-  __device__ __forceinline__ void make_barriers() const {
-    if (threadIdx.x == 0) {
-      mbarrier_init(keys_full(), 1);
-      for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(q_full(stage), 1);
-        mbarrier_init(dout_full(stage), 1);
-        // By every thread, as each has read lse and delta. PERF: not slower than by one of a warpgroup behind a barrier of its threads, and
-        // compute-sanitizer can follow it.
-        mbarrier_init(empty(stage), Shape::kConsumerThreads);
-      }
-      mbarrier_init_fence();
-    }
-    __syncthreads();
-  }
-};
-
-// What a thread block works on: the same for all roles.
+// A key block of a key head, and the query blocks that see it.
 struct BackwardTask {
   int batch, head_k, key_block, group;  // group: query heads that share the key head
   Sequence q, k;
@@ -103,10 +65,12 @@ struct BackwardTask {
   int unmasked_begin, unmasked_end;  // query blocks that need no mask
   int first_tile, head_tiles;        // tile number (Workspace) of the first query block of the first query head; tiles of a head
 
+  static constexpr int kBytes = 64;
+
   template <typename Shape>
-  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments) {
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int unit) {
     int key_block, batch_head;
-    arguments.scheduler.tile(blockIdx.x, 0, key_block, batch_head);
+    arguments.scheduler.tile(unit, 0, key_block, batch_head);
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
     const int batch = batch_head / forward.heads_k, head_k = batch_head % forward.heads_k, group = forward.heads_q / forward.heads_k;
@@ -138,6 +102,28 @@ struct BackwardTask {
             static_cast<int>(workspace.blocks)};
   }
 
+  // To shared memory and back: what load() does not find there is the same for every task of a call.
+  __device__ __forceinline__ void store(uint32_t address) const {
+    store_shared(address, make_uint4(batch, head_k, key_block, mask.visible != nullptr));
+    store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
+    store_shared(address + 32, make_uint4(query_block_begin, query_block_end, query_block_first, first_tile));
+    store_shared(address + 48, make_uint4(unmasked_begin, unmasked_end, group, head_tiles));
+  }
+  static __device__ __forceinline__ BackwardTask load(uint32_t address, const HfFlash2ForwardParams& params) {
+    const auto i = [](uint32_t x) { return static_cast<int>(x); };
+    const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32),
+                d = load_shared_uint4(address + 48);
+    const Sequence q{i(b.x), i(b.y)}, k{i(b.z), i(b.w)};
+    const uint8_t* visible = a.w != 0 ? params.key_mask + i(a.x) * params.key_mask_batch_stride + k.start : nullptr;
+    return {i(a.x), i(a.y), i(a.z), i(d.z), q,      k,      Mask(params, q.length, k.length, visible),
+            i(c.x), i(c.y), i(c.z), i(d.x), i(d.y), i(c.w), i(d.w)};
+  }
+  // There are no more.
+  static __device__ __forceinline__ void store_none(uint32_t address) {
+    store_shared(address, make_uint4(0, 0, static_cast<uint32_t>(kNone), 0));
+  }
+  static constexpr int kNone = -1;  // key_block
+
   __device__ __forceinline__ bool mask_needed(int query_block) const { return query_block < unmasked_begin || query_block >= unmasked_end; }
 
   // Deterministic mode: how many key blocks come to a tile of dQ before this one, in the order of their launch (backward_launch.cuh).
@@ -148,11 +134,13 @@ struct BackwardTask {
                                     : key_block - mask.key_block_begin(row_begin, Shape::kBlockN);
   }
 
-  // Calls f(step, head, query_block, tile) for every query block of every query head, where there are some; tile is its number in the Workspace.
+  __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
+
+  // Calls f(step, head, query_block, tile) for every query block of every query head, where there are some; tile is its number in the
+  // Workspace. Steps are counted from `step` on. Returns the one behind the last.
   template <typename F>
-  __device__ __forceinline__ void for_each_step(const F& f) const {
-    if (query_block_begin >= query_block_end) return;
-    uint32_t step = 0;
+  __device__ __forceinline__ uint32_t for_each_step(const F& f, uint32_t step = 0) const {
+    if (!has_steps()) return step;
     for (int head = 0; head < group; ++head) {
       int query_block = query_block_first;
 #pragma unroll 1
@@ -161,45 +149,106 @@ struct BackwardTask {
         if (++query_block == query_block_end) query_block = query_block_begin;
       } while (query_block != query_block_first);
     }
+    return step;
   }
 };
 
-// The loader, one thread: K and V once, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel before; for its end
-// the consumers wait through them, too.
+// Shared-memory addresses: tiles, the work space of the kernel, rows, then barriers. "full": the copy has landed; "empty": every consumer is
+// done with it.
 template <typename Shape>
-__device__ __forceinline__ void load_tiles(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                           const BackwardTask& task) {
-  constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
-  const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
-  const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
-  const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
-                               int head) {
-#pragma unroll
-    for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
-  };
+struct BackwardShared {
+  static constexpr int kStages = Shape::kStages, kBarriers = 4 + 3 * kStages;
+  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
+                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
+                                BackwardTask::kBytes + kBarriers * 8;
+  uint32_t base;
 
-  if (task.query_block_begin >= task.query_block_end) return wait_for_kernel_before();
-  const int key_token = task.k.start + task.key_block * Shape::kBlockN;
-  mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
-  load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), key_token, task.head_k);
-  load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), key_token, task.head_k);
-  task.for_each_step([&](uint32_t step, int head, int query_block, int tile) {
-    const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
-    const int token = task.q.start + query_block * kBlockM;
-    const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
-    mbarrier_wait(shared.empty(stage), released);
-    mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
-    load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
-    mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
-    load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token, head);
-    if (step == 0) {
-      wait_for_kernel_before();
-      bulk_global_fence();  // it wrote lse and delta by ordinary stores
+  __device__ __forceinline__ uint32_t k() const { return base; }
+  __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages) + stage * Shape::kDoutBytes; }
+  __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
+  __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
+  __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
+  __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return task() + BackwardTask::kBytes + i * 8; }
+  __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t keys_full() const { return barrier(2); }  // K and V
+  __device__ __forceinline__ uint32_t keys_empty() const { return barrier(3); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
+
+  // By the whole block.
+  __device__ __forceinline__ void make_barriers() const {
+    if (threadIdx.x == 0) {
+      mbarrier_init(task_full(), 1);
+      mbarrier_init(task_empty(), Shape::kConsumerThreads + 32);
+      mbarrier_init(keys_full(), 1);
+      mbarrier_init(keys_empty(), Shape::kConsumerThreads);
+      for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(q_full(stage), 1);
+        mbarrier_init(dout_full(stage), 1);
+        // By every thread, as each has read lse and delta. PERF: not slower than by one of a warpgroup behind a barrier of its threads, and
+        // compute-sanitizer can follow it.
+        mbarrier_init(empty(stage), Shape::kConsumerThreads);
+      }
+      mbarrier_init_fence();
     }
-    bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
-    bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
-  });
-}
+    __syncthreads();
+  }
+};
+
+// The copies of the loader, one thread: K and V once, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
+// before; for its end the consumers wait through them, too.
+template <typename Shape>
+struct Loader {
+  static constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
+  const BackwardArguments& arguments;
+  const BackwardShared<Shape>& shared;
+  uint32_t step = 0, key_blocks = 0;  // loaded so far: query blocks, and key blocks that some query sees
+
+  __device__ __forceinline__ void load(const BackwardTask& task) {
+    const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
+    const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
+    const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
+                                 int head) {
+#pragma unroll
+      for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
+    };
+    const auto load_keys = [&] {
+      const int token = task.k.start + task.key_block * Shape::kBlockN;
+      if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
+      mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
+      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
+      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
+    };
+
+    const uint32_t first_step = step;
+    step = task.for_each_step(
+        [&](uint32_t step, int head, int query_block, int tile) {
+          const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
+          const int token = task.q.start + query_block * kBlockM;
+          const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
+          mbarrier_wait(shared.empty(stage), released);
+          mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
+          load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
+          mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
+          load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token,
+                      head);
+          if (step == first_step) load_keys();  // PERF: a stage of the ring is free a step before K and V are
+          if (step == 0) {
+            wait_for_kernel_before();
+            bulk_global_fence();  // it wrote lse and delta by ordinary stores
+          }
+          bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
+          bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
+        },
+        step);
+    key_blocks += task.has_steps();
+  }
+};
 
 // All consumers wait for each other.
 template <typename Shape>
@@ -209,8 +258,8 @@ __device__ __forceinline__ void consumers_meet() {
 
 // By all consumers: K and V have landed, and their rows behind the sequence are zero.
 template <typename Shape>
-__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task) {
-  mbarrier_wait(shared.keys_full(), 0);
+__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity = 0) {
+  mbarrier_wait(shared.keys_full(), parity);
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
   if (rows >= Shape::kBlockN) return;
   clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
@@ -234,14 +283,21 @@ __device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& share
   consumers_meet<Shape>();
 }
 
+// x, as a value that the compiler knows nothing about. PERF: what depends on it is computed where it is used; else, in a loop over tasks, the
+// descriptors of every step are computed ahead and spilled.
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // S^T or dP^T [64 keys, kBlockM queries] = keys queries^T, over kColumns.
 template <typename Shape, typename T, int kColumns = Shape::kHeadDim>
 __device__ __forceinline__ void issue_scores(float* scores, uint32_t keys, uint32_t queries) {
-  const uint64_t b = panel_descriptor(queries);
+  const uint64_t a = panel_descriptor(keys), b = panel_descriptor(queries);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kColumns / 16; ++k)
-    WgmmaShared<T, Shape::kBlockM>::multiply(scores, panel_descriptor(keys + k / 4 * Shape::kKeyPanelBytes + k % 4 * 32),
+    WgmmaShared<T, Shape::kBlockM>::multiply(scores, advance_descriptor(a, k / 4 * Shape::kKeyPanelBytes + k % 4 * 32),
                                              advance_descriptor(b, k / 4 * Shape::kQueryPanelBytes + k % 4 * 32), k > 0);
   wgmma_commit();
 }

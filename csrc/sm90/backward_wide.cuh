@@ -191,19 +191,21 @@ template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  const BackwardTask task = BackwardTask::make<Shape>(arguments);
+  const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
   let_next_kernel_begin();
   if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
   shared.make_barriers();
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
-    if (threadIdx.x == Shape::kConsumerThreads)
-      load_tiles<Shape>(arguments, shared, task);
-    else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1 && arguments.params.deterministic)
+    if (threadIdx.x == Shape::kConsumerThreads) {
+      if (!task.has_steps()) return wait_for_kernel_before();
+      Loader<Shape>{arguments, shared}.load(task);
+    } else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1 && arguments.params.deterministic) {
       Turns::watch<Shape>(arguments.params, task);
+    }
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    if (task.query_block_begin < task.query_block_end) wait_for_keys(shared, task);
+    if (task.has_steps()) wait_for_keys(shared, task);
     if (threadIdx.x < 128)
       compute_values<Shape, T>(arguments, shared, task);
     else

@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, con
   if constexpr (Shape::kStoreTiles) {
     const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
     if (arguments.splits.divisor == 1 && query_end <= task.q_length && task.key_block_begin < task.key_block_end) {
-      const int group = threadIdx.x / 128;
+      const int group = warpgroup_index();
       store_tile<T, Shape::kQueryPanelBytes>(out, shared.out(group));
       async_proxy_fence();
       named_barrier_sync(kOutBarrier + group, 128);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
   constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
   const HfFlash2ForwardParams& params = arguments.params;
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
   const bool elected = threadIdx.x % 128 == 0;
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;

@@ -75,6 +75,11 @@ inline void atom_acquire_gpu_global_add_s32(int& before, int* address, int value
   note_acquire();
   announce_change();
 }
+inline void atom_relaxed_gpu_global_add_s32(int& before, int* address, int value) {
+  check_kernel_before("atom.relaxed");
+  before = *address;
+  *address += value;
+}
 inline void red_release_gpu_global_add_s32(int* address, int value) {
   check_kernel_before("red.release");
   check_release();
