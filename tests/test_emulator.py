@@ -31,6 +31,7 @@ FAULTS = {
     "misaligned": "must be aligned to 16 bytes",
     "no kernel wait": "the end of the block before griddepcontrol.wait",
     "early access": "ld.acquire before griddepcontrol.wait",
+    "no read wait": "ends before a bulk copy has read its shared memory",
 }
 
 

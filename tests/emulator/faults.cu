@@ -2,6 +2,7 @@
 // out [64, 64] = A B^T with A, B [64, 64] bf16: A by cp.async and ordinary stores, B by TMA, the product by wgmma.
 #include <cuda_bf16.h>
 
+#include "device/bulk_copy.cuh"
 #include "device/cp_async.cuh"
 #include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
@@ -36,6 +37,7 @@ enum Fault {
   kMisaligned,       //
   kNoKernelWait,     // the kernel, which is launched early, ends without a wait for the one before
   kEarlyAccess,      // or reads a semaphore before that wait
+  kNoReadWait,       // a thread ends while the copy engine still has to read its shared memory
   kFaults
 };
 
@@ -112,6 +114,10 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   if (fault != kNoWgmmaWait) wgmma_wait<0>();
   for (int i = 0; i < 32; ++i) arguments.out[(thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
   if (fault == kNoWgmmaWait) wgmma_wait<0>();
+  if (fault == kNoReadWait && thread == 0) {
+    bulk_store(arguments.out + 65 * 64, sA, 16);
+    bulk_commit();
+  }
   if (fault == kLeftArrival && thread < 32) named_barrier_arrive(3, 128);
 }
 

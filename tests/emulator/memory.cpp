@@ -320,6 +320,11 @@ void bulk_wait_read(int pending) {
 
 void finish_copies(Fiber& fiber) {
   if (!fiber.bulk_copies.empty()) fail("the thread ends with bulk copies in no group");
+  for (const std::vector<Copy>& group : fiber.bulk_groups) {
+    for (const Copy& copy : group) {
+      if (copy.read.empty()) fail("the thread ends before a bulk copy has read its shared memory");
+    }
+  }
   finish_groups(*fiber.block, fiber.copy_groups, 0);
   finish_groups(*fiber.block, fiber.bulk_groups, 0);
 }
