@@ -404,7 +404,7 @@ const char* hf_flash2_build_info(void) {
   static const std::string info =
       std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
                   "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
-      (kHasSm90 ? ", \"sm90\"]" : "]") + ", \"backward_families\": [\"sm80\"" + (kHasSm90 ? ", \"sm90\"]}" : "]}");
+      (kHasSm90 ? ", \"sm90\"]}" : "]}");
   return info.c_str();
 }
 

@@ -26,7 +26,7 @@ HF_FLASH2_API int hf_flash2_rotary(const HfFlash2RotaryParams* params);
 // Cross-entropy of rows of logits and its gradient, in their place; returns 0.
 HF_FLASH2_API int hf_flash2_cross_entropy(const HfFlash2CrossEntropyParams* params);
 
-// What the library was built from and for, as one JSON object: version, toolkit, archs, head_dims, families, backward_families.
+// What the library was built from and for, as one JSON object: version, toolkit, archs, head_dims, families.
 HF_FLASH2_API const char* hf_flash2_build_info(void);
 // 1 when this device can run this library's kernels; else a negative HfFlash2Error, with the reason in hf_flash2_last_error().
 HF_FLASH2_API int hf_flash2_check_device(int device);

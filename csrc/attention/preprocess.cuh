@@ -22,10 +22,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const HfFlash2ForwardParams& forward = params.forward;
   const Workspace workspace(params, kBlockM, kColumns);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.next_unit = 0;
-  const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
-  const int query_block = blockIdx.x % query_blocks;
-  const int head = blockIdx.x / query_blocks % forward.heads_q;
-  const int batch = blockIdx.x / query_blocks / forward.heads_q;
+  const QueryBlock at(forward, kBlockM);
+  const int query_block = at.number, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (query_block * kBlockM >= seq.length) return;
 

@@ -1,4 +1,5 @@
-// Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length.
+// Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length. And which of its query
+// blocks a thread block has.
 #pragma once
 #include "params.h"
 
@@ -17,6 +18,18 @@ __device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& seque
   if (sequences.ranges != nullptr) return {sequences.ranges[batch], sequences.ranges[batch_size + batch]};
   return {0, max_seqlen};
 }
+
+// The query block of a thread block, in kernels that have one for each; the blocks of one head run next to each other.
+struct QueryBlock {
+  int blocks, number;  // of the longest sequence, and which of them
+  int head, batch;
+
+  __device__ __forceinline__ QueryBlock(const HfFlash2ForwardParams& params, int block_m)
+      : blocks((params.max_seqlen_q + block_m - 1) / block_m),
+        number(blockIdx.x % blocks),
+        head(blockIdx.x / blocks % params.heads_q),
+        batch(blockIdx.x / blocks / params.heads_q) {}
+};
 
 // Address of token 0 of a sequence, for one head. 64-bit: tensors can exceed 2^31 elements.
 template <typename T>

@@ -219,17 +219,15 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads)
   using Shape = BackwardShape<kHeadDim, kVariant>;
   constexpr int kBlockM = Shape::kBlockM;
   const HfFlash2ForwardParams& forward = params.forward;
-  const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
-  const int row_begin = blockIdx.x % query_blocks * kBlockM;
-  const int head = blockIdx.x / query_blocks % forward.heads_q;
-  const int batch = blockIdx.x / query_blocks / forward.heads_q;
+  const QueryBlock at(forward, kBlockM);
+  const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
 
   __shared__ __align__(128) char shared[kBlockM * kHeadDim * 2];
   const uint32_t tile = shared_address(shared);
   const Workspace workspace(params, kBlockM, kHeadDim);
-  const int64_t block = workspace.first_block(forward, batch, head, kBlockM) + row_begin / kBlockM;
+  const int64_t block = workspace.first_block(forward, batch, head, kBlockM) + at.number;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float* accumulated = workspace.dq + block * kBlockM * kHeadDim + warp * Shape::kDqFloatsPerWarp;
   float dq[Shape::kMTiles][Shape::kDqDimTiles][4];

@@ -30,10 +30,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   constexpr int kMTiles = kRowsPerWarp / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
 
   // Grid: query blocks fastest, so that blocks of one head run together and share its K and V in L2; the last, longest rows first.
-  const int query_blocks = (params.max_seqlen_q + kBlockM - 1) / kBlockM;
-  const int query_block = query_blocks - 1 - blockIdx.x % query_blocks;
-  const int head = blockIdx.x / query_blocks % params.heads_q;
-  const int batch = blockIdx.x / query_blocks / params.heads_q;
+  const QueryBlock at(params, kBlockM);
+  const int query_block = at.blocks - 1 - at.number, head = at.head, batch = at.batch;
   const int head_k = head / (params.heads_q / params.heads_k);
 
   const Sequence seq_q = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q);

@@ -412,16 +412,14 @@ __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(cons
   wait_for_kernel_before();
   constexpr int kBlockM = Shape::kBlockM;
   const HfFlash2ForwardParams& forward = params.forward;
-  const int query_blocks = (forward.max_seqlen_q + kBlockM - 1) / kBlockM;
-  const int row_begin = blockIdx.x % query_blocks * kBlockM;
-  const int head = blockIdx.x / query_blocks % forward.heads_q;
-  const int batch = blockIdx.x / query_blocks / forward.heads_q;
+  const QueryBlock at(forward, kBlockM);
+  const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
 
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
-  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + row_begin / kBlockM;
+  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
   const bool written = !Shape::kFirstStoresDq || workspace.semaphores[tile] != 0;
   float dq[8][4];
