@@ -9,7 +9,7 @@ import re
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,17 @@ def breakdown(preset: str, arm: str, step_ms: float, events: Iterable[dict]) -> 
 
 def _covered_us(events: Sequence[dict]) -> float:
     """Time during which at least one of the events runs."""
-    covered, end = 0.0, float("-inf")
+    start = min((event["ts"] for event in events), default=0.0)
+    return _extent_us(events) - sum(event["ts"] - done for event, done in _gaps(events, start))
+
+
+def _gaps(events: Iterable[dict], start: float) -> Iterator[tuple[dict, float]]:
+    """The events before which nothing runs, each with when that began: at the end of all before it, or at `start`."""
+    done = start
     for event in sorted(events, key=lambda event: event["ts"]):
-        covered += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
-        end = max(end, event["ts"] + event["dur"])
-    return covered
+        if event["ts"] > done:
+            yield event, done
+        done = max(done, event["ts"] + event["dur"])
 
 
 def _gaps_us(work: Sequence[dict], host: Sequence[dict]) -> tuple[dict[float, float], dict[float, float]]:
@@ -130,13 +136,11 @@ def _gaps_us(work: Sequence[dict], host: Sequence[dict]) -> tuple[dict[float, fl
     """
     returned = {_correlation(event): event["ts"] + event["dur"] for event in host if event["cat"] in _CALLS}
     returned.pop(None, None)  # a call that launched nothing
-    start = done = min((event["ts"] for event in host), default=0.0)
+    start = min((event["ts"] for event in host), default=0.0)
     waits, others = {}, {}
-    for event in sorted(work, key=lambda event: event["ts"]):
-        if event["ts"] > done:
-            gaps = waits if returned.get(_correlation(event), done) > done else others
-            gaps[event["ts"] - start] = event["ts"] - done
-        done = max(done, event["ts"] + event["dur"])
+    for event, done in _gaps(work, start):
+        gaps = waits if returned.get(_correlation(event), done) > done else others
+        gaps[event["ts"] - start] = event["ts"] - done
     return waits, others
 
 
