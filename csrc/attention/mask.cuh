@@ -22,13 +22,13 @@ struct Mask {
   int len_k;
   const uint8_t* visible;  // key mask from the first key of the range on, or null when every key of the range is real
 
-  __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int len_q, int len_k, const uint8_t* visible)
-      : params(params), len_q(len_q), len_k(len_k), visible(visible) {}
-
   __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int batch, Sequence q, Sequence k)
+      : Mask(params, batch, q, k, params.key_mask != nullptr && params.sequences_k.ranges[2 * params.batch + batch] != 0) {}
+
+  // For who knows already whether the key mask has to be read.
+  __device__ __forceinline__ Mask(const HfFlash2ForwardParams& params, int batch, Sequence q, Sequence k, bool has_holes)
       : params(params), len_q(q.length), len_k(k.length), visible(nullptr) {
-    if (params.key_mask != nullptr && params.sequences_k.ranges[2 * params.batch + batch] != 0)
-      visible = params.key_mask + batch * params.key_mask_batch_stride + k.start;
+    if (has_holes) visible = params.key_mask + batch * params.key_mask_batch_stride + k.start;
   }
 
   // Keys visible left and right of the diagonal; "all" is far beyond any length and far from overflow.

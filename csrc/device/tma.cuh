@@ -5,10 +5,6 @@
 
 namespace hf_flash2 {
 
-__device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
-}
-
 // Copies the box at these coordinates of a 4-D map, the innermost first, into shared memory and counts its bytes on `barrier`. Elements
 // outside the tensor arrive as zeros. Issued by one thread.
 __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w) {

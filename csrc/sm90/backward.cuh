@@ -195,7 +195,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
     }
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
-    store_scores<Shape, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
+    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
     consumers_meet<Shape>();  // dS is complete
     issue_query_gradient<Shape, T, 64>(&dq[0][0], ds_buffer(shared, stage) + (Shape::kDqByRows ? consumer * Shape::kScorePanelBytes : 0),
                                        shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));

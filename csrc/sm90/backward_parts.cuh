@@ -114,8 +114,7 @@ struct BackwardTask {
     const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32),
                 d = load_shared_uint4(address + 48);
     const Sequence q{i(b.x), i(b.y)}, k{i(b.z), i(b.w)};
-    const uint8_t* visible = a.w != 0 ? params.key_mask + i(a.x) * params.key_mask_batch_stride + k.start : nullptr;
-    return {i(a.x), i(a.y), i(a.z), i(d.z), q,      k,      Mask(params, q.length, k.length, visible),
+    return {i(a.x), i(a.y), i(a.z), i(d.z), q,      k,      Mask(params, i(a.x), q, k, a.w != 0),
             i(c.x), i(c.y), i(c.z), i(d.x), i(d.y), i(c.w), i(d.w)};
   }
   // There are no more.
@@ -372,27 +371,6 @@ __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*
 #pragma unroll
     for (int c = 0; c < 4; ++c) scores[n][c] = p[n][c] * (scores[n][c] - (c % 2 == 0 ? delta.x : delta.y));
   }
-}
-
-// Accumulators as A operands.
-template <typename T, int kTiles>
-__device__ __forceinline__ void round_tiles(uint32_t* rounded, const float (*x)[4]) {
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) rounded[n * 2 + half] = pack<T>(x[n][half * 2], x[n][half * 2 + 1]);
-  }
-}
-
-// Writes dS^T of 64 keys [key][query] as panels of 64 queries with the swizzle of panel_descriptor(); for the engine to read after a barrier.
-template <typename Shape, int kTiles>
-__device__ __forceinline__ void store_scores(uint32_t panel, const uint32_t (&scores)[kTiles * 2]) {
-  // Lanes 8i .. 8i + 7 point to rows 8 (i % 2) .. of this warp's 16, chunk (of 8 queries) i / 2 of a pair.
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t address = panel + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
-#pragma unroll
-  for (int n = 0; n < kTiles; n += 2) stmatrix_x4((address ^ (n % 8 * 16)) + n / 8 * Shape::kScorePanelBytes, scores + n * 2);
-  async_proxy_fence();
 }
 
 // Rounds dK or dV of 64 keys and writes them to global memory.

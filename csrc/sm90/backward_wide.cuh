@@ -163,7 +163,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     }
     round_tiles<T, kBlockM / 8>(ds_rounded, ds);
     // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
-    store_scores<Shape, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
+    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
     mbarrier_wait(shared.q_full(stage), parity);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
 

@@ -76,12 +76,12 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 
   for_each_tile(arguments, [&](int query_block, int batch_head, int split) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split);
-    if (task.query_begin(arguments) >= task.q_length) return;
+    if (task.query_begin(arguments) >= task.q.length) return;
     if (task.key_block_begin == task.key_block_end) return hand_over(task, 0);
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
-      const int token = task.k_start + block * Shape::kBlockN;
+      const int token = task.k.start + block * Shape::kBlockN;
       mbarrier_wait(shared.k_empty(stage), released);
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
       for (int panel = 0; panel < Shape::kPanels; ++panel)
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         hand_over(task, Shape::kQueryBytes);
         for (int panel = 0; panel < Shape::kPanels; ++panel)
           tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.head,
-                   task.q_start + task.query_begin(arguments), map_batch);
+                   task.q.start + task.query_begin(arguments), map_batch);
       }
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
@@ -127,13 +127,14 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, con
   const HfFlash2ForwardParams& params = arguments.params;
   if constexpr (Shape::kStoreTiles) {
     const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-    if (arguments.splits.divisor == 1 && query_end <= task.q_length && task.key_block_begin < task.key_block_end) {
+    if (arguments.splits.divisor == 1 && query_end <= task.q.length && task.key_block_begin < task.key_block_end) {
       const int group = warpgroup_index();
-      store_tile<T, Shape::kQueryPanelBytes>(out, shared.out(group));
-      async_proxy_fence();
+      uint32_t rounded[Shape::kHeadDimV / 4];
+      round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
+      store_panels<Shape::kQueryPanelBytes, Shape::kHeadDimV / 8>(shared.out(group), rounded);
       named_barrier_sync(kOutBarrier + group, 128);
       if (threadIdx.x % 128 == 0) {
-        const int token = task.q_start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
+        const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
         for (int panel = 0; panel < Shape::kValuePanels; ++panel)
           tma_store(&arguments.out, shared.out(group) + panel * Shape::kQueryPanelBytes, panel * 64, task.head, token,
                     params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
@@ -185,10 +186,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
                                              panel_descriptor(shared.v(stage) + k * 2048, Shape::kKeyPanelBytes), 1);
     wgmma_commit();
   };
-  const auto round_probabilities = [&] {
-#pragma unroll
-    for (int i = 0; i < kBlockN / 4; ++i) probabilities[i] = pack<T>((&scores[0][0][0])[2 * i], (&scores[0][0][0])[2 * i + 1]);
-  };
   const auto clear_out = [&] {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) (&out[0][0][0])[i] = 0.f;
@@ -211,12 +208,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     };
 
     if (task.key_block_begin < task.key_block_end) {
-      const uint8_t* visible = task.has_holes ? params.key_mask + task.batch * params.key_mask_batch_stride + task.k_start : nullptr;
-      const Mask mask(params, task.q_length, task.k_length, visible);
+      const Mask mask(params, task.batch, task.q, task.k, task.has_holes);
       int block = task.key_block_end - 1;
-      if (ragged && (block + 1) * kBlockN > task.k_length) {
+      if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k_length - block * kBlockN);
+        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
         async_proxy_fence();
         named_barrier_sync(kClearBarrier, kConsumers * 128);
       }
@@ -233,7 +229,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       if (task.is_masked(block)) mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
       if (task.has_holes) mask.apply_holes(scores, block * kBlockN + key);
       softmax.update(scores, rescale, scale_log2);
-      round_probabilities();
+      round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
       clear_out();
 
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
@@ -259,7 +255,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
         if (elected) mbarrier_arrive(shared.v_empty(stage_v));
         if (moved) scale_rows(out, rescale);
-        round_probabilities();
+        round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
       };
       for (--block; block >= task.key_block_begin; --block) {
         if (task.has_holes)

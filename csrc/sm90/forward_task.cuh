@@ -24,7 +24,7 @@ struct ForwardTask {
   int batch, head;  // the first of the tile's heads; kNone: there are no more tiles
   int row_begin;    // of the tile: heads are rows too
   int split;
-  int q_start, q_length, k_start, k_length;
+  Sequence q, k;
   int key_block_begin, key_block_end;
   int unmasked_begin, unmasked_end;  // key blocks of which every row sees every key, holes apart
   int has_holes;
@@ -42,7 +42,7 @@ struct ForwardTask {
     const int blocks = query_begin < q.length ? max(0, mask.key_block_end(query_end, kBlockN) - begin) : 0;
     ForwardTask task;
     task.batch = batch, task.head = head, task.row_begin = query_block * kBlockM, task.split = split;
-    task.q_start = q.start, task.q_length = q.length, task.k_start = k.start, task.k_length = k.length;
+    task.q = q, task.k = k;
     task.key_block_begin = begin + arguments.splits.quotient(blocks * split);
     task.key_block_end = begin + arguments.splits.quotient(blocks * (split + 1));
     task.unmasked_begin = mask.unmasked_block_begin(query_end, kBlockN), task.unmasked_end = mask.unmasked_block_end(query_begin, kBlockN);
@@ -60,7 +60,7 @@ struct ForwardTask {
 
   __device__ __forceinline__ void store(uint32_t address) const {
     store_shared(address, make_uint4(batch, head, row_begin, split));
-    store_shared(address + 16, make_uint4(q_start, q_length, k_start, k_length));
+    store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
     store_shared(address + 32, make_uint4(key_block_begin, key_block_end, unmasked_begin, unmasked_end));
     store_shared(address + 48, make_uint4(has_holes, 0, 0, 0));
   }
@@ -68,7 +68,7 @@ struct ForwardTask {
     const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32);
     ForwardTask task;
     task.batch = a.x, task.head = a.y, task.row_begin = a.z, task.split = a.w;
-    task.q_start = b.x, task.q_length = b.y, task.k_start = b.z, task.k_length = b.w;
+    task.q.start = b.x, task.q.length = b.y, task.k.start = b.z, task.k.length = b.w;
     task.key_block_begin = c.x, task.key_block_end = c.y, task.unmasked_begin = c.z, task.unmasked_end = c.w;
     task.has_holes = load_shared_uint4(address + 48).x;
     return task;
@@ -96,8 +96,8 @@ struct OutputRow {
 
   __device__ __forceinline__ OutputRow(const ForwardArguments& arguments, const ForwardTask& task, int row) {
     const int query = row >> arguments.tile_heads_log2;
-    batch = task.batch, head = task.head + (row & ((1 << arguments.tile_heads_log2) - 1)), token = task.q_start + query;
-    valid = query < task.q_length;
+    batch = task.batch, head = task.head + (row & ((1 << arguments.tile_heads_log2) - 1)), token = task.q.start + query;
+    valid = query < task.q.length;
   }
 };
 

@@ -3,8 +3,31 @@
 #pragma once
 #include "device/convert.cuh"
 #include "device/shared_memory.cuh"
+#include "device/warpgroup.cuh"
 
 namespace hf_flash2::sm90 {
+
+// Accumulators as A operands, or for store_panels().
+template <typename T, int kTiles>
+__device__ __forceinline__ void round_tiles(uint32_t* rounded, const float (*x)[4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rounded[n * 2 + half] = pack<T>(x[n][half * 2], x[n][half * 2 + 1]);
+  }
+}
+
+// Writes a warpgroup's rounded accumulators [64, kTiles * 8] as panels of 64 columns, kPanelBytes apart, with the swizzle of
+// panel_descriptor(); for the engine to read after a barrier.
+template <int kPanelBytes, int kTiles>
+__device__ __forceinline__ void store_panels(uint32_t panel, const uint32_t (&rounded)[kTiles * 2]) {
+  // Lanes 8i .. 8i + 7 point to rows 8 (i % 2) .. of this warp's 16, chunk (of 8 columns) i / 2 of a pair.
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t address = panel + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+#pragma unroll
+  for (int n = 0; n < kTiles; n += 2) stmatrix_x4((address ^ (n % 8 * 16)) + n / 8 * kPanelBytes, rounded + n * 2);
+  async_proxy_fence();
+}
 
 // In: lane t of a quad holds columns 2t, 2t + 1 of four 8-column tiles. Out: lane t holds all 8 columns of tile t.
 __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
@@ -36,19 +59,6 @@ __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half
     transpose_quad(pieces);
     const int column = (tile + threadIdx.x % 4) * 8;
     if (valid && column < columns) *reinterpret_cast<uint4*>(row + column) = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
-  }
-}
-
-// Writes a warpgroup's accumulators [64, kDTiles * 8], rounded to T, into panels of 64 columns in shared memory, with the 128-byte swizzle.
-template <typename T, int kPanelBytes, int kDTiles>
-__device__ __forceinline__ void store_tile(const float (&c)[kDTiles][4], uint32_t tile) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t row_address = tile + row * 128;
-#pragma unroll
-  for (int t = 0; t < kDTiles; t += 2) {
-    const uint32_t pieces[4] = {pack<T>(c[t][0], c[t][1]), pack<T>(c[t][2], c[t][3]), pack<T>(c[t + 1][0], c[t + 1][1]),
-                                pack<T>(c[t + 1][2], c[t + 1][3])};
-    stmatrix_x4(row_address + t / 8 * kPanelBytes + ((t % 8 + lane / 16) ^ (row % 8)) * 16, pieces);
   }
 }
 
