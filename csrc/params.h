@@ -26,7 +26,7 @@ typedef struct HfFlash2Sequences {
 typedef struct HfFlash2ForwardParams {
   uint64_t struct_size;      // sizeof(HfFlash2ForwardParams), checked
   void* stream;              // cudaStream_t
-  void* workspace;           // device scratch, 256-byte aligned, uninitialised; null where none is needed, which is mostly so
+  void* workspace;           // device scratch, 256-byte aligned, uninitialised; null where none is needed
   uint64_t workspace_bytes;  // at least hf_flash2_forward_workspace_bytes()
 
   HfFlash2Tensor q;    // [B, Sq, H, D] or [Tq, H, D]

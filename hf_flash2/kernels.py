@@ -80,7 +80,7 @@ class Layout:
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
             native.forced_family(), softmax_scale, dropout_p,
         )  # fmt: skip
-        # With each, something as large as the workspace. A forward is taken to need none until it says so: few do.
+        # With each, something as large as the workspace. A forward is taken to need none until it says so.
         self._forward: tuple[bytes, torch.Tensor | None] = params, None
         self._backwards: dict[tuple, tuple[bytes, torch.Tensor]] = {}
 
@@ -89,7 +89,8 @@ class Layout:
 
         Raises MisalignedError where an address is not a multiple of 16: see `aligned`.
 
-        Scratch, where queries are so few that their keys are split: out and softmax_lse in float32, once for every split.
+        Scratch: where queries are so few that their keys are split, out and softmax_lse in float32, once for every split; where lengths are
+        ragged, the Hopper kernels' counter of tiles, 4 bytes.
         """
         params, workspace_like = self._forward
         out_like, lse_like = self._outputs

@@ -88,11 +88,11 @@ def test_half_precision_and_gradient_of_lse(family, form, emulate):
     check(emulate(family, sample, with_dlse=True), sample, with_dlse=True)
 
 
-@pytest.mark.parametrize("form", ("dense", "packed"))
+@pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 @pytest.mark.parametrize("causal", (False, True))
 def test_thread_blocks_that_walk_over_tiles(causal, form, emulate):
-    """The Hopper forward of dense inputs and the backward have one thread block a multiprocessor: here 3 for 32 query and 16 key blocks.
-    Some tiles end behind their sequence, one sequence is empty."""
+    """The Hopper forward and backward have one thread block a multiprocessor: here 3 for up to 32 query and 16 key blocks. Some tiles end
+    behind their sequence, one sequence is empty."""
     lengths = (420, 420) if form == "dense" else (420, 0, 256, 130)
     sample = Sample(Case("walk", heads=(4, 2), lengths_q=lengths, form=form, causal=causal), torch.bfloat16, CPU)
     check(emulate("sm90", sample, resident=3), sample)

@@ -3,6 +3,8 @@
 #include <cuda.h>
 
 #include "attention/mask.cuh"
+#include "device/grid_dependency.cuh"
+#include "device/semaphore.cuh"
 #include "device/shared_memory.cuh"
 #include "sm90/scheduler.h"
 
@@ -16,6 +18,7 @@ struct ForwardArguments {
   int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
   Divisor splits;        // how many units share the key blocks of a tile; 1: results are final
   TileScheduler scheduler;
+  int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
 
 // A query block and a share of its keys. The loader finds it and leaves it in shared memory for the consumers.
@@ -75,7 +78,29 @@ struct ForwardTask {
   }
 };
 
-// Calls f(query_block, batch_head, split) for every tile of this thread block.
+// The tiles of sequences whose lengths only the device knows, numbered sequence by sequence. Numbers are asked for in ascending order.
+struct RaggedTiles {
+  int batch = 0, first = 0;  // a sequence, and the number of its first tile
+
+  template <int kBlockM>
+  __device__ __forceinline__ bool find(const ForwardArguments& arguments, int number, int& query_block, int& batch_head) {
+    const HfFlash2ForwardParams& params = arguments.params;
+    const int heads = static_cast<int>(arguments.heads.divisor);
+    for (; batch < params.batch; ++batch) {
+      const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
+      const int blocks = ((queries << arguments.tile_heads_log2) + kBlockM - 1) / kBlockM;
+      if (number < first + blocks * heads) {
+        arguments.scheduler.tile_among(blocks, heads, number - first, query_block, batch_head);
+        batch_head += batch * heads;
+        return true;
+      }
+      first += blocks * heads;
+    }
+    return false;
+  }
+};
+
+// Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share.
 template <typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
@@ -87,6 +112,19 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
         f(query_block, batch_head, arguments.splits.remainder(unit));
     }
   }
+}
+
+// The same of those that it takes from the counter, the first apart.
+template <int kBlockM, typename F>
+__device__ __forceinline__ void for_each_ragged_tile(const ForwardArguments& arguments, const F& f) {
+  RaggedTiles tiles;
+  int query_block, batch_head;
+  for (int number = blockIdx.x; tiles.find<kBlockM>(arguments, number, query_block, batch_head);) {
+    f(query_block, batch_head, 0);
+    wait_for_kernel_before();  // it clears the counter
+    number = gridDim.x + take_next(arguments.next_tile);
+  }
+  wait_for_kernel_before();
 }
 
 // Where row `row` of a tile goes: its batch, head and token.

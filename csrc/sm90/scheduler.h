@@ -1,5 +1,4 @@
-// Which blocks of queries (forward) or keys (backward) a thread block works on, and in what order. Everything is decided from shapes, so that
-// loading and computing warpgroups walk the same list without talking.
+// Which blocks of queries (forward) or keys (backward) a thread block works on, and in what order.
 #pragma once
 #include <stdint.h>
 
@@ -39,10 +38,11 @@ struct TileScheduler {
   TileOrder order;
   int blocks;              // of the longest sequence
   int heads;               // heads * batch; where tiles hold all heads of a group, groups * batch
-  int group;               // heads that share the L2 (kLastBlockFirst, kFirstBlockFirst)
+  int group;               // heads that share the L2; 1 for kByHead
   Divisor units_per_head;  // kByHead, kPairs
 
   static TileScheduler make(TileOrder order, int blocks, int heads, int group) {
+    if (order == TileOrder::kByHead) group = 1;
     return {order, blocks, heads, group, Divisor::of(std::max(1, order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks))};
   }
 
@@ -57,18 +57,23 @@ struct TileScheduler {
       block = part == 0 ? blocks - 1 - pair : pair;
       return part == 0 || block != blocks - 1 - pair;
     }
-    if (order == TileOrder::kLastBlockFirst || order == TileOrder::kFirstBlockFirst) {
-      const int first_head = unit / (blocks * group) * group;
-      const int heads_here = min(group, heads - first_head);
-      const int rest = unit - first_head * blocks;
-      block = rest / heads_here;
-      if (order == TileOrder::kLastBlockFirst) block = blocks - 1 - block;
-      batch_head = first_head + rest % heads_here;
-      return true;
+    if (order == TileOrder::kByHead) {
+      block = units_per_head.remainder(unit);
+      batch_head = units_per_head.quotient(unit);
+    } else {
+      tile_among(blocks, heads, unit, block, batch_head);
     }
-    block = units_per_head.remainder(unit);
-    batch_head = units_per_head.quotient(unit);
     return true;
+  }
+
+  // The same among so many heads of so many blocks each, a part of all. Not for kPairs.
+  __device__ __forceinline__ void tile_among(int blocks, int heads, int unit, int& block, int& head) const {
+    const int first_head = unit / (blocks * group) * group;
+    const int heads_here = min(group, heads - first_head);
+    const int rest = unit - first_head * blocks;
+    block = rest / heads_here;
+    if (order == TileOrder::kLastBlockFirst) block = blocks - 1 - block;
+    head = first_head + rest % heads_here;
   }
 };
 
