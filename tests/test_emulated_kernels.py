@@ -165,6 +165,86 @@ def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
     check(emulate(family, sample), sample)
 
 
+KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}  # of the Hopper backward: queries, keys
+
+
+def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int) -> float:
+    """Among how many tasks a Hopper backward that needs this scratch splits the query heads of a group."""
+    head_dim = next(d for d in KERNEL_HEAD_DIMS if d >= max(case.head_dim, case.head_dim_v))
+    head_dim_v = 128 if head_dim == 192 and case.head_dim_v <= 128 else head_dim
+    batch, packed = len(case.lengths_q), case.form == "packed"
+
+    def blocks(lengths: tuple[int, ...], seqlen: int, size: int) -> int:
+        return sum(lengths) // size + batch if packed else batch * -(-seqlen // size)
+
+    (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
+    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 1) + 1) * 4
+    of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 4
+    return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
+
+
+@pytest.fixture
+def backward_workspaces(library, monkeypatch) -> list[int]:
+    """The sizes of scratch that backwards ask for in this test, in bytes."""
+    asked, ask = [], library.hf_flash2_backward_workspace_bytes
+    monkeypatch.setattr(library, "hf_flash2_backward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
+    return asked
+
+
+SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors
+    (Case("group", heads=(8, 1), lengths_q=(200, 200), causal=True), 4),
+    (Case("group", heads=(8, 1), lengths_q=(70, 0, 200, 33), form="packed", causal=True), 4),
+    (Case("group", head_dim=80, heads=(12, 2), lengths_q=(70, 33), lengths_k=(200, 130), form="ranges", padding="left", causal=True), 2),
+    (Case("group", head_dim=128, heads=(8, 1), lengths_q=(150,), lengths_k=(300,)), 4),
+    (Case("group", head_dim=128, heads=(12, 2), lengths_q=(1, 0, 150, 70), lengths_k=(130, 30, 0, 140), form="packed"), 3),
+    (Case("group", head_dim=128, heads=(4, 1), lengths_q=(200,), lengths_k=(270,), window=(60, 10)), 4),
+    (Case("group", head_dim=128, heads=(4, 1), lengths_q=(140, 90), form="ranges", padding="holes", causal=True), 4),
+    (Case("group", head_dim=192, heads=(4, 1), lengths_q=(100,), lengths_k=(150,), causal=True), 4),
+    (Case("group", head_dim=192, heads=(16, 2), lengths_q=(70, 30), lengths_k=(30, 70), form="packed", head_dim_v=128), 4),
+    (Case("group", head_dim=256, heads=(2, 1), lengths_q=(140,), causal=True), 2),
+]
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize(("case", "splits"), [pytest.param(*problem, id=problem[0].id) for problem in SPLIT_GROUPS])
+def test_groups_split_among_tasks(case, splits, deterministic, emulate, backward_workspaces):
+    """Every split leaves its share of dk and dv, and the sum has all of them; in any order of tasks it has the same bits."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    first = emulate("sm90", sample, emulated.WIDE_HOPPER, deterministic=deterministic, with_dlse=True)
+    check(first, sample, with_dlse=True)
+    for seed in (1, 2):
+        again = emulate("sm90", sample, emulated.WIDE_HOPPER, seed, 1 + 3 * seed, deterministic=deterministic, with_dlse=True)
+        assert all(torch.equal(again[name], first[name]) for name in ("dk", "dv", *(["dq"] if deterministic else [])))
+    assert [group_splits(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [splits] * 3
+
+
+GROUP_CHOICES = {  # heads, queries, keys, batch, causal: splits of a group at head dim 128, on 16 multiprocessors
+    "unequal tasks, few": (((8, 1), 1024, 1024, 1, True), 4),
+    "unequal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, True), 2),
+    "unequal tasks, each multiprocessor has two": (((8, 1), 4096, 4096, 1, True), 1),
+    "equal tasks, few": (((8, 1), 1024, 1024, 1, False), 2),
+    "equal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, False), 1),
+    "a last round with two tasks": (((8, 1), 1024, 1152, 2, False), 4),
+    "a group of 7": (((7, 1), 1024, 1024, 1, True), 7),
+    "a group of 6": (((6, 1), 1024, 1152, 2, False), 3),
+    "no groups": (((4, 4), 256, 256, 1, True), 1),
+    "one query": (((8, 1), 1, 1024, 1, False), 1),
+}
+
+
+@pytest.mark.parametrize("name", GROUP_CHOICES)
+def test_when_groups_are_split(name, library, monkeypatch):
+    (heads, queries, keys, batch, causal), expected = GROUP_CHOICES[name]
+    q, k = (torch.zeros(batch, length, count, 128, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        layout = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, -1, 0 if causal else -1, 0.0)
+    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0)
+    _, workspace = layout._pack_backward(library, (q, q, k, k), addresses, False)
+    case = Case("choice", 128, heads, (queries,) * batch, (keys,) * batch)
+    assert group_splits(workspace.numel(), case, queries, keys) == expected
+
+
 TOGETHER = [  # a case, and how many tiles a group has: with each head on its own, together
     (Case("together", heads=(4, 2), lengths_q=(1,), lengths_k=(300,), causal=True), (2, 1)),
     (Case("together", head_dim=128, heads=(8, 2), lengths_q=(3, 3), lengths_k=(300, 300), causal=True), (4, 1)),

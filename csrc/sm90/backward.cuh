@@ -1,10 +1,10 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
-// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_dq_kernel (dQ to its dtype).
+// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_kernel (gradients to their dtype).
 //
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
-// all query heads that share the key head: dK and dV are reduced over the group in place. Two warpgroups compute, 64 keys each; of the last,
-// one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for dQ = dS K, which
-// contracts over the keys of both warpgroups: each computes 64 x 64 of it.
+// all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
+// each; of the last, one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for
+// dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it.
 // PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles,
 // its products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step
 // under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector reductions from registers (16k: 586
@@ -230,8 +230,9 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   }
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
-  store_key_gradient<T>(params.dk, dk, task, lane.key, params.forward.head_dim);
-  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
+  const int share_dk = consumer * (64 * kHeadDim), share_dv = share_dk + Shape::kBlockN * kHeadDim;
+  store_key_gradient<Shape, T>(arguments, params.dk, share_dk, dk, task, lane.key, params.forward.head_dim);
+  store_key_gradient<Shape, T>(arguments, params.dv, share_dv, dv, task, lane.key, params.forward.head_dim_v);
   return next_step;
 }
 

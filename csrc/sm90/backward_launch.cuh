@@ -1,5 +1,8 @@
-// Launch of the Hopper backward: preprocess, main kernel, conversion of dQ; tensor maps and the order of key blocks.
+// Launch of the Hopper backward: preprocess, main kernel, conversion of the gradients; tensor maps, the order of key blocks, and whether the
+// query heads of a group are split among tasks.
 #pragma once
+#include <cmath>
+
 #include "attention/preprocess.cuh"
 #include "launch.h"
 #include "sm90/backward.cuh"
@@ -9,16 +12,67 @@
 
 namespace hf_flash2::sm90 {
 
-template <int kHeadDim, typename T>
-int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
-  using Sizes = BackwardSizes<kHeadDim>;
-  return Workspace::bytes(params.forward, Sizes::kBlockM, Sizes::kDqColumns);
+// Query blocks that see a key block, the most of any, as far as shapes tell.
+inline int64_t most_query_blocks(const HfFlash2ForwardParams& params, int block_m, int block_n) {
+  const int64_t all = ceil_div(params.max_seqlen_q, block_m);
+  if (params.window_left < 0 || params.window_right < 0) return all;
+  const int64_t seeing = int64_t{params.window_left} + params.window_right + block_n;  // and these may begin anywhere in a block
+  return std::min(all, ceil_div(seeing - 1, block_m) + 1);
 }
+
+// Among how many tasks the query heads of a group are split: a divisor of them, more than 1 where tasks are so few, or some so long, that
+// multiprocessors have nothing to do. Time is counted in query blocks of a task; the constants are estimates for an H200 at d 128. A task
+// takes those of its heads, and kTaskTime for its beginning and end. Equal tasks go in rounds over the multiprocessors; unequal ones, the long
+// first, end together if none is longer than what each multiprocessor has. Splits cost kSumTime for the sum of their shares, and kShareTime
+// for each share that a multiprocessor leaves; a twentieth of the time has to be saved.
+inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m, int block_n, int multiprocessors) {
+  constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
+  const int group = params.heads_q / params.heads_k;
+  const bool packed = params.sequences_k.cu_seqlens != nullptr;
+  const int64_t key_blocks = packed ? ceil_div(params.total_k, block_n) : params.batch * ceil_div(params.max_seqlen_k, block_n);
+  const double tasks = static_cast<double>(key_blocks * params.heads_k) / multiprocessors;  // for each of them
+  const double longest = static_cast<double>(most_query_blocks(params, block_m, block_n) * group);
+  const double length = packed ? static_cast<double>(params.total_q) / (static_cast<double>(params.batch) * params.max_seqlen_q) : 1;
+  const double average = longest * (is_triangular(params) ? 0.5 : 1) * length;
+  if (!(tasks * average > 0)) return 1;
+  int splits = 1;
+  double least = 0;
+  for (int n = 1; n <= group; ++n) {
+    if (group % n != 0) continue;
+    double time = average < longest ? std::max(longest / n + kTaskTime, tasks * n * (average / n + kTaskTime))
+                                    : std::ceil(tasks * n) * (longest / n + kTaskTime);
+    time += n > 1 ? tasks * n * kShareTime + kSumTime : 0;
+    if (n == 1) least = time * 0.95;
+    if (time < least) splits = n, least = time;
+  }
+  return splits;
+}
+
+// What is decided from shapes alone.
+struct BackwardPlan {
+  int splits;          // of a group's query heads
+  int64_t key_blocks;  // of one head, over all sequences: KeyGradientShares::blocks
+  int64_t shares_at;   // bytes of the workspace before the shares of dK and dV
+  int64_t workspace_bytes;
+
+  template <typename Shape>
+  static BackwardPlan make(const HfFlash2ForwardParams& params) {
+    BackwardPlan plan;
+    plan.splits = choose_group_splits(params, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
+    plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
+    plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
+    plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
+    if (plan.splits > 1)
+      plan.workspace_bytes = plan.shares_at + params.heads_k * plan.splits * plan.key_blocks * Shape::kKeyGradientFloats * 4;
+    return plan;
+  }
+};
 
 template <typename Shape, typename T, auto kKernel>
 void launch_backward(const HfFlash2BackwardParams& params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const bool packed = forward.sequences_q.cu_seqlens != nullptr;
+  const BackwardPlan plan = BackwardPlan::make<Shape>(forward);
   const int tokens_q = packed ? forward.total_q : forward.max_seqlen_q, tokens_k = packed ? forward.total_k : forward.max_seqlen_k;
   const int batch = packed ? 1 : forward.batch;
 
@@ -37,14 +91,16 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // PERF: of the default's speed at d 128, causal, 1k and 4k, that is 96 and 90 %; ascending in groups of 16 it was 72 and 80.
   // Descending with a head's blocks in several waves they drift apart, and L2 does not hold what they read (16k in groups of 16: 52 %,
   // of 1: 80).
-  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN));
+  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
-  int heads_at_once = std::max(1, 16 * forward.heads_k / forward.heads_q);
+  int heads_at_once = std::max(1, 16 * parts / forward.heads_q);
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     heads_at_once = std::max(1, multiprocessors(forward.device) / std::max(1, key_blocks));
   }
-  arguments.scheduler = TileScheduler::make(order, key_blocks, forward.heads_k * forward.batch, heads_at_once);
+  arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once);
+  char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
+  arguments.shares = {reinterpret_cast<float*>(plan.splits > 1 ? shares : nullptr), Divisor::of(plan.splits), plan.key_blocks};
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, and 2 % at d 128, 4k; at d 64 it costs
   // 3 to 5 % from 4k on, in the main kernel.
@@ -66,25 +122,40 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int64_t blocks = Shape::kTakesTasks ? std::min<int64_t>(units, multiprocessors(forward.device)) : units;
   launch<kKernel>(arguments, blocks, Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
                   "attention backward, sm90", start);
-  launch<convert_dq_kernel<Shape, T>>(params, query_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
-                                      "attention backward, sm90, dq", start);
+  const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
+  const ConvertArguments convert{params, arguments.shares, static_cast<int>(query_blocks)};
+  launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
+                                   "attention backward, sm90, convert", start);
 }
 
-template <typename Shape, typename T>
-void launch_backward_wide(const HfFlash2BackwardParams& params) {
-  launch_backward<Shape, T, backward_wide_kernel<Shape, T>>(params);
+// Calls f(shape) with the tiles for this call.
+template <int kHeadDim, typename F>
+auto with_backward_shape(const HfFlash2ForwardParams& params, const F& f) {
+  if constexpr (kHeadDim <= 128) {
+    return f(BackwardShape<kHeadDim>{});
+  } else {
+    if constexpr (kHeadDim == 192) {
+      if (params.head_dim_v <= 128) return f(BackwardWideShape<kHeadDim, 128>{});
+    }
+    return f(BackwardWideShape<kHeadDim>{});
+  }
+}
+
+template <int kHeadDim, typename T>
+int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
+  return with_backward_shape<kHeadDim>(params.forward,
+                                       [&](auto shape) { return BackwardPlan::make<decltype(shape)>(params.forward).workspace_bytes; });
 }
 
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params) {
-  if constexpr (kHeadDim <= 128) {
-    launch_backward<BackwardShape<kHeadDim>, T, backward_kernel<BackwardShape<kHeadDim>, T>>(params);
-  } else {
-    if constexpr (kHeadDim == 192) {
-      if (params.forward.head_dim_v <= 128) return launch_backward_wide<BackwardWideShape<kHeadDim, 128>, T>(params);
-    }
-    launch_backward_wide<BackwardWideShape<kHeadDim>, T>(params);
-  }
+  with_backward_shape<kHeadDim>(params.forward, [&](auto shape) {
+    using Shape = decltype(shape);
+    if constexpr (kHeadDim <= 128)
+      launch_backward<Shape, T, backward_kernel<Shape, T>>(params);
+    else
+      launch_backward<Shape, T, backward_wide_kernel<Shape, T>>(params);
+  });
 }
 
 }  // namespace hf_flash2::sm90

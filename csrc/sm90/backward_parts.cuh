@@ -21,10 +21,36 @@
 
 namespace hf_flash2::sm90 {
 
+// Where the query heads of a group, those that share a key head, are split among tasks (backward_launch.cuh says when): scratch for what each
+// split adds to dK and dV, behind the Workspace.
+struct KeyGradientShares {
+  float* tiles;    // [Hk, splits, blocks, kKeyGradientFloats]: dK of a key block, then dV; null without splits
+  Divisor splits;  // of a group
+  int64_t blocks;  // key blocks of one head, over all sequences, numbered as query blocks are in the Workspace
+
+  static int64_t count_blocks(const HfFlash2ForwardParams& params, int block_n) {
+    if (params.sequences_k.cu_seqlens != nullptr) return params.total_k / block_n + params.batch;
+    return static_cast<int64_t>(params.batch) * ((params.max_seqlen_k + block_n - 1) / block_n);
+  }
+
+  __host__ __device__ bool split() const { return splits.divisor > 1; }
+
+  // `part`: which split of which key head, counted over both. In the order of accumulators: 64 keys after 64 keys, of these 8 columns after 8
+  // columns, of these a thread's four elements after each other.
+  template <typename Shape>
+  __device__ __forceinline__ float* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
+    const int64_t first_block = params.sequences_k.cu_seqlens != nullptr
+                                    ? params.sequences_k.cu_seqlens[batch] / Shape::kBlockN + batch
+                                    : static_cast<int64_t>(batch) * ((params.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN);
+    return tiles + (part * blocks + first_block + key_block) * Shape::kKeyGradientFloats;
+  }
+};
+
 struct BackwardArguments {
   CUtensorMap q, k, v, dout;  // boxes of 64 columns x one tile of rows
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
+  KeyGradientShares shares;
   bool first_stores;  // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
 };
 
@@ -44,6 +70,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
+  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
+  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);
+  static constexpr int kShareThreadBlocks = (kKeyGradientFloats / (64 * 32) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
@@ -55,9 +84,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
                 "what a block has got at its launch; to take more hangs");
 };
 
-// A key block of a key head, and the query blocks that see it.
+// A key block of a key head, and the query blocks that see it, of all query heads that share the key head or of a split of them.
 struct BackwardTask {
-  int batch, head_k, key_block, group;  // group: query heads that share the key head
+  int batch, part, key_block, heads;  // part: which split of which key head (KeyGradientShares); heads: query heads of a part
   Sequence q, k;
   Mask mask;
   int query_block_begin, query_block_end;
@@ -73,7 +102,8 @@ struct BackwardTask {
     arguments.scheduler.tile(unit, 0, key_block, batch_head);
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
-    const int batch = batch_head / forward.heads_k, head_k = batch_head % forward.heads_k, group = forward.heads_q / forward.heads_k;
+    const int parts = forward.heads_k * arguments.shares.splits.divisor, heads = forward.heads_q / parts;
+    const int batch = batch_head / parts, part = batch_head % parts;
     const int key_begin = key_block * Shape::kBlockN;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
     const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
@@ -87,9 +117,9 @@ struct BackwardTask {
     const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
     const bool round = arguments.first_stores && !params.deterministic && query_block_begin < query_block_end;
     return {batch,
-            head_k,
+            part,
             key_block,
-            group,
+            heads,
             q,
             k,
             mask,
@@ -98,16 +128,16 @@ struct BackwardTask {
             round ? query_block_begin + on % (query_block_end - query_block_begin) : query_block_begin,
             mask.unmasked_query_block_begin(key_begin + Shape::kBlockN, Shape::kBlockM),
             mask.unmasked_query_block_end(key_begin, Shape::kBlockM),
-            static_cast<int>(workspace.first_block(forward, batch, head_k * group, Shape::kBlockM)),
+            static_cast<int>(workspace.first_block(forward, batch, part * heads, Shape::kBlockM)),
             static_cast<int>(workspace.blocks)};
   }
 
   // To shared memory and back: what load() does not find there is the same for every task of a call.
   __device__ __forceinline__ void store(uint32_t address) const {
-    store_shared(address, make_uint4(batch, head_k, key_block, mask.visible != nullptr));
+    store_shared(address, make_uint4(batch, part, key_block, mask.visible != nullptr));
     store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
     store_shared(address + 32, make_uint4(query_block_begin, query_block_end, query_block_first, first_tile));
-    store_shared(address + 48, make_uint4(unmasked_begin, unmasked_end, group, head_tiles));
+    store_shared(address + 48, make_uint4(unmasked_begin, unmasked_end, heads, head_tiles));
   }
   static __device__ __forceinline__ BackwardTask load(uint32_t address, const HfFlash2ForwardParams& params) {
     const auto i = [](uint32_t x) { return static_cast<int>(x); };
@@ -135,16 +165,16 @@ struct BackwardTask {
 
   __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
 
-  // Calls f(step, head, query_block, tile) for every query block of every query head, where there are some; tile is its number in the
-  // Workspace. Steps are counted from `step` on. Returns the one behind the last.
+  // Calls f(step, head, query_block, tile) for every query block of every query head of the task, where there are some; tile is its number in
+  // the Workspace. Steps are counted from `step` on. Returns the one behind the last.
   template <typename F>
   __device__ __forceinline__ uint32_t for_each_step(const F& f, uint32_t step = 0) const {
     if (!has_steps()) return step;
-    for (int head = 0; head < group; ++head) {
+    for (int head = 0; head < heads; ++head) {
       int query_block = query_block_first;
 #pragma unroll 1
       do {
-        f(step++, head_k * group + head, query_block, first_tile + head * head_tiles + query_block);
+        f(step++, part * heads + head, query_block, first_tile + head * head_tiles + query_block);
         if (++query_block == query_block_end) query_block = query_block_begin;
       } while (query_block != query_block_first);
     }
@@ -217,11 +247,11 @@ struct Loader {
       for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
     };
     const auto load_keys = [&] {
-      const int token = task.k.start + task.key_block * Shape::kBlockN;
+      const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
       if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
       mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
-      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, task.head_k);
-      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, task.head_k);
+      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head);
+      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head);
     };
 
     const uint32_t first_step = step;
@@ -373,21 +403,35 @@ __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*
   }
 }
 
-// Rounds dK or dV of 64 keys and writes them to global memory.
-template <typename T, int kTiles>
-__device__ __forceinline__ void store_key_gradient(const HfFlash2Tensor& tensor, const float (&gradient)[kTiles][4],
-                                                   const BackwardTask& task, int key, int columns) {
-  T* rows = token_pointer<T>(tensor, task.batch, task.head_k, task.k.start);
+// dK or dV of 64 keys to global memory: rounded, to their rows, or where other tasks have shares of it, to floats from `first_float` of the
+// task's share on.
+template <typename Shape, typename T, int kTiles>
+__device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first_float,
+                                                   const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {
+  if (arguments.shares.split()) {
+    float* share = arguments.shares.tile<Shape>(arguments.params.forward, task.batch, task.part, task.key_block) + first_float;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      reinterpret_cast<float4*>(share)[n * 128 + threadIdx.x % 128] =
+          make_float4(gradient[n][0], gradient[n][1], gradient[n][2], gradient[n][3]);
+    return;
+  }
+  T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     store_row(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns);
 }
 
-// Last pass: dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece,
-// each with the elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
+struct ConvertArguments {
+  HfFlash2BackwardParams params;
+  KeyGradientShares shares;
+  int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
+};
+
+// dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece, each with the
+// elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
 template <typename Shape, typename T>
-__global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
-  wait_for_kernel_before();
+__device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params) {
   constexpr int kBlockM = Shape::kBlockM;
   const HfFlash2ForwardParams& forward = params.forward;
   const QueryBlock at(forward, kBlockM);
@@ -414,6 +458,53 @@ __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_dq_kernel(cons
     const int row = row_begin + (Shape::kDqByRows ? piece * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;
     store_row(dq, half, gdQ + row * params.dq.token_stride, row < seq.length, forward.head_dim - column);
   }
+}
+
+// dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
+// the elements that it held as a consumer; `block` counts thread blocks.
+template <typename Shape, typename T>
+__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int block) {
+  constexpr int kColumns = 32, kPieceFloats = 64 * kColumns;
+  const HfFlash2ForwardParams& forward = params.forward;
+  const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
+  const int key_block = tile % key_blocks, head = tile / key_blocks % forward.heads_k, batch = tile / key_blocks / forward.heads_k;
+  const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
+  const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+  if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientFloats / kPieceFloats) return;
+
+  float sum[kColumns / 8][4] = {};
+#pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
+  for (int split = 0; split < static_cast<int>(shares.splits.divisor); ++split) {
+    const int part = head * shares.splits.divisor + split;
+    const float* share = shares.tile<Shape>(forward, batch, part, key_block) + piece * kPieceFloats;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float4 x = reinterpret_cast<const float4*>(share)[n * 128 + thread];
+      sum[n][0] += x.x, sum[n][1] += x.y, sum[n][2] += x.z, sum[n][3] += x.w;
+    }
+  }
+  constexpr int kPiecesDk = Shape::kBlockN * Shape::kHeadDim / kPieceFloats;
+  const bool is_dk = piece < kPiecesDk;
+  const int of_gradient = is_dk ? piece : piece - kPiecesDk, across = (is_dk ? Shape::kHeadDim : Shape::kHeadDimV) / kColumns;
+  const int row_begin = key_block * Shape::kBlockN + of_gradient / across * 64, column = of_gradient % across * kColumns;
+  const HfFlash2Tensor& tensor = is_dk ? params.dk : params.dv;
+  T* rows = token_pointer<T>(tensor, batch, head, seq.start) + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_begin + thread / 32 * 16 + thread % 32 / 4 + half * 8;
+    store_row(sum, half, rows + row * tensor.token_stride, row < seq.length, (is_dk ? forward.head_dim : forward.head_dim_v) - column);
+  }
+}
+
+// Last pass: gradients to their dtype, dQ from its accumulator, dK and dV from their shares where there are some.
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
+  wait_for_kernel_before();
+  const int block = blockIdx.x;
+  if (block < arguments.query_blocks)
+    convert_query_gradient<Shape, T>(arguments.params);
+  else
+    add_shares<Shape, T>(arguments.params, arguments.shares, block - arguments.query_blocks);
 }
 
 }  // namespace hf_flash2::sm90

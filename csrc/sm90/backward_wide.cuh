@@ -131,7 +131,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
   });
   turns.finish();
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
-  store_key_gradient<T>(params.dv, dv, task, lane.key, params.forward.head_dim_v);
+  store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kHeadDim, dv, task, lane.key, params.forward.head_dim_v);
 }
 
 // The second consumer: dS and dK.
@@ -184,7 +184,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
-  store_key_gradient<T>(params.dk, dk, task, lane.key, params.forward.head_dim);
+  store_key_gradient<Shape, T>(arguments, params.dk, 0, dk, task, lane.key, params.forward.head_dim);
 }
 
 template <typename Shape, typename T>
