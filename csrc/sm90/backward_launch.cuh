@@ -84,7 +84,8 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   arguments.params = params;
 
   // A key block a thread block. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
-  // the L2 holds. PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200.
+  // the L2 holds. PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. More where these make less than a task for
+  // every multiprocessor: then tasks of other groups run beside them anyway, and the long ones of the last would start too late.
   // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by
   // themselves. Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at
   // once, nobody waits.
@@ -93,10 +94,11 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // of 1: 80).
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
-  int heads_at_once = std::max(1, 16 * parts / forward.heads_q);
+  const int heads_of_a_round = std::max(1, multiprocessors(forward.device) / std::max(1, key_blocks));
+  int heads_at_once = std::max(16 * parts / forward.heads_q, heads_of_a_round);
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
-    heads_at_once = std::max(1, multiprocessors(forward.device) / std::max(1, key_blocks));
+    heads_at_once = heads_of_a_round;
   }
   arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
