@@ -221,7 +221,10 @@ def test_groups_split_among_tasks(case, splits, deterministic, emulate, backward
 GROUP_CHOICES = {  # heads, queries, keys, batch, causal: splits of a group at head dim 128, on 16 multiprocessors
     "unequal tasks, few": (((8, 1), 1024, 1024, 1, True), 4),
     "unequal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, True), 2),
-    "unequal tasks, each multiprocessor has two": (((8, 1), 4096, 4096, 1, True), 1),
+    "unequal tasks, each multiprocessor has two": (((4, 1), 4096, 4096, 1, True), 1),
+    "as many, of more than 4 heads": (((8, 1), 4096, 4096, 1, True), 2),
+    "of more than 8 heads": (((16, 1), 4096, 4096, 1, True), 4),
+    "of 5, which no split makes 4 or less without as many shares": (((5, 1), 4096, 4096, 1, True), 1),
     "equal tasks, few": (((8, 1), 1024, 1024, 1, False), 2),
     "equal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, False), 1),
     "a last round with two tasks": (((8, 1), 1024, 1152, 2, False), 4),
