@@ -90,11 +90,19 @@ def test_half_precision_and_gradient_of_lse(family, form, emulate):
 
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 @pytest.mark.parametrize("causal", (False, True))
-def test_thread_blocks_that_walk_over_tiles(causal, form, emulate):
-    """The Hopper forward and backward have one thread block a multiprocessor: here 3 for up to 32 query and 16 key blocks. Some tiles end
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_thread_blocks_that_walk_over_tiles(head_dim, causal, form, emulate):
+    """The Hopper forward and backward have one thread block a multiprocessor: here 3 for up to 32 query and 32 key blocks. Some tiles end
     behind their sequence, one sequence is empty."""
     lengths = (420, 420) if form == "dense" else (420, 0, 256, 130)
-    sample = Sample(Case("walk", heads=(4, 2), lengths_q=lengths, form=form, causal=causal), torch.bfloat16, CPU)
+    sample = Sample(Case("walk", head_dim, heads=(4, 2), lengths_q=lengths, form=form, causal=causal), torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=3), sample)
+
+
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_thread_blocks_that_walk_over_keys_nobody_sees(head_dim, emulate):
+    case = Case("unseen", head_dim, heads=(4, 2), lengths_q=(100, 130), lengths_k=(420, 300), window=(63, 0), form="packed")
+    sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, resident=3), sample)
 
 

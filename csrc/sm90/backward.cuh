@@ -37,50 +37,6 @@ __device__ __forceinline__ int dq_full(int consumer) { return 2 + consumer; }
 __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
 
-// Calls f(task) for every task that the loader hands over; by consumers and the warp that adds.
-template <typename Shape, typename F>
-__device__ __forceinline__ void for_each_task(const BackwardArguments& arguments, const BackwardShared<Shape>& shared, const F& f) {
-  for (uint32_t number = 0;; ++number) {
-    mbarrier_wait(shared.task_full(), number & 1);
-    const BackwardTask task = BackwardTask::load(shared.task(), arguments.params.forward);
-    mbarrier_arrive(shared.task_empty());
-    if (task.key_block == BackwardTask::kNone) return;
-    f(task);
-  }
-}
-
-// The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
-// behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
-// of a block that is not there yet would be a turn that those running wait for.
-// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last. In % of cuDNN at
-// 512, 1k, 4k on one H200, with what warpgroup_index() brings: d 64 full 111 108 108 -> 131 121 118, causal 114 115 115 -> 139 133 126; d 128
-// full 111 110 108 -> 118 113 110, causal 113 113 114 -> 122 120 117.
-template <typename Shape>
-__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
-  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
-  const int units = arguments.scheduler.units();
-  Loader<Shape> loader{arguments, shared};
-  uint32_t tasks = 0;  // handed over so far
-  const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
-  const auto take_unit = [&] {
-    wait_for_kernel_before();  // it clears the counter
-    return take_next(workspace.next_unit);
-  };
-  const bool in_order = arguments.params.deterministic;
-  const int first = in_order ? 0 : gridDim.x;
-  for (int unit = in_order ? take_unit() : blockIdx.x; unit < units; unit = first + take_unit()) {
-    const BackwardTask task = BackwardTask::make<Shape>(arguments, unit);
-    if (task.key_block * Shape::kBlockN >= task.k.length) continue;
-    wait_for_slot();
-    task.store(shared.task());
-    mbarrier_arrive(shared.task_full());
-    loader.load(task);
-  }
-  wait_for_slot();
-  BackwardTask::store_none(shared.task());
-  mbarrier_arrive(shared.task_full());
-}
-
 // Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
 // first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other.
 // Where the accumulator has been cleared (not first_stores), all add.

@@ -10,6 +10,7 @@
 #include "device/bulk_copy.cuh"
 #include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
+#include "device/semaphore.cuh"
 #include "device/shared_memory.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
@@ -76,8 +77,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
-  // A thread block takes one key block after another. Above head dim 128 it has one.
-  static constexpr bool kTakesTasks = kHeadDim <= 128;
+  // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 -> 307
+  // 361 417 428, causal 194 267 370 391 -> 212 293 396 410. d 256 gains 2 % to 1k and loses 1 % from 4k on, and 3 to 5 in deterministic mode.
+  static constexpr bool kTakesTasks = kHeadDim < 256;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
@@ -278,6 +280,50 @@ struct Loader {
     key_blocks += task.has_steps();
   }
 };
+
+// Calls f(task) for every task that the loader hands over; by consumers and the warp that adds or watches.
+template <typename Shape, typename F>
+__device__ __forceinline__ void for_each_task(const BackwardArguments& arguments, const BackwardShared<Shape>& shared, const F& f) {
+  for (uint32_t number = 0;; ++number) {
+    mbarrier_wait(shared.task_full(), number & 1);
+    const BackwardTask task = BackwardTask::load(shared.task(), arguments.params.forward);
+    mbarrier_arrive(shared.task_empty());
+    if (task.key_block == BackwardTask::kNone) return;
+    f(task);
+  }
+}
+
+// The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
+// behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
+// of a block that is not there yet would be a turn that those running wait for.
+// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last. In % of cuDNN at
+// 512, 1k, 4k on one H200, with what warpgroup_index() brings: d 64 full 111 108 108 -> 131 121 118, causal 114 115 115 -> 139 133 126; d 128
+// full 111 110 108 -> 118 113 110, causal 113 113 114 -> 122 120 117.
+template <typename Shape>
+__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  const int units = arguments.scheduler.units();
+  Loader<Shape> loader{arguments, shared};
+  uint32_t tasks = 0;  // handed over so far
+  const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
+  const auto take_unit = [&] {
+    wait_for_kernel_before();  // it clears the counter
+    return take_next(workspace.next_unit);
+  };
+  const bool in_order = arguments.params.deterministic;
+  const int first = in_order ? 0 : gridDim.x;
+  for (int unit = in_order ? take_unit() : blockIdx.x; unit < units; unit = first + take_unit()) {
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, unit);
+    if (task.key_block * Shape::kBlockN >= task.k.length) continue;
+    wait_for_slot();
+    task.store(shared.task());
+    mbarrier_arrive(shared.task_full());
+    loader.load(task);
+  }
+  wait_for_slot();
+  BackwardTask::store_none(shared.task());
+  mbarrier_arrive(shared.task_full());
+}
 
 // All consumers wait for each other.
 template <typename Shape>

@@ -1,7 +1,7 @@
 // FlashAttention-2 backward for Hopper, head dims above 128. Dao, arXiv 2307.08691, algorithm 2. Launched by backward_launch.cuh like
 // backward.cuh, and laid out like it, but for what the registers of a warpgroup can hold: dK or dV of 64 keys, not both.
 //
-// One block owns 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
+// A task is 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
 // through shared memory, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
 // computes some columns and adds them to global memory from its registers. While one waits for the other, its own products run.
 #pragma once
@@ -45,8 +45,8 @@ struct Turns {
 
   template <typename Shape>
   static __device__ __forceinline__ void watch(const HfFlash2BackwardParams& params, const BackwardTask& task) {
+    if (!params.deterministic) return;
     const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-    wait_for_kernel_before();  // it clears the semaphores
     task.for_each_step([&](uint32_t, int, int query_block, int tile) {
       if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphores + tile, 2 * task.template turn<Shape>(params.forward, query_block));
       __syncwarp();
@@ -87,8 +87,8 @@ __device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams&
 
 // The first consumer: P and dV.
 template <typename Shape, typename T>
-__device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                               const BackwardTask& task) {
+__device__ __forceinline__ uint32_t compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                                   const BackwardTask& task, uint32_t first_step) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
   const HfFlash2BackwardParams& params = arguments.params;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
   Turns turns;
-  task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
+  const auto advance = [&](uint32_t step, int, int query_block, int tile) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float p[kBlockM / 8][4], dq[kColumns / 8][4];
     uint32_t p_rounded[kBlockM / 4];
@@ -128,16 +128,19 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     wgmma_use<kColumns / 2>(&dq[0][0]);
     turns.wait<Shape>(params, tile);
     add_query_gradient<Shape, kColumns>(params, dq, 0, tile);
-  });
+  };
+  const uint32_t next_step = task.for_each_step(advance, first_step);
   turns.finish();
+  if (task.has_steps()) mbarrier_arrive(shared.keys_empty());
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
   store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kHeadDim, dv, task, lane.key, params.forward.head_dim_v);
+  return next_step;
 }
 
 // The second consumer: dS and dK.
 template <typename Shape, typename T>
-__device__ __forceinline__ void compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                             const BackwardTask& task) {
+__device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                                 const BackwardTask& task, uint32_t first_step) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kSecondColumns;
   const HfFlash2BackwardParams& params = arguments.params;
   float dk[kHeadDim / 8][4];
@@ -145,7 +148,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
   Turns turns;
-  task.for_each_step([&](uint32_t step, int, int query_block, int tile) {
+  const auto advance = [&](uint32_t step, int, int query_block, int tile) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
     float ds[kBlockM / 8][4], dq[kColumns / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
@@ -178,38 +181,63 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     wgmma_use<kColumns / 2>(&dq[0][0]);
     turns.wait<Shape>(params, tile);
     add_query_gradient<Shape, kColumns>(params, dq, Shape::kFirstColumns, tile);
-  });
+  };
+  const uint32_t next_step = task.for_each_step(advance, first_step);
   turns.finish();
+  if (task.has_steps()) mbarrier_arrive(shared.keys_empty());
   wgmma_use<kHeadDim / 2>(&dk[0][0]);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   store_key_gradient<Shape, T>(arguments, params.dk, 0, dk, task, lane.key, params.forward.head_dim);
+  return next_step;
 }
 
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
+  const bool loads = threadIdx.x == Shape::kConsumerThreads, watches = threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1;
+  const auto compute = [&](const BackwardTask& task, uint32_t step, uint32_t keys_parity) {
+    if (task.has_steps()) wait_for_keys(shared, task, keys_parity);
+    return warpgroup_index() == 0 ? compute_values<Shape, T>(arguments, shared, task, step)
+                                  : compute_keys<Shape, T>(arguments, shared, task, step);
+  };
   let_next_kernel_begin();
-  if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
-  shared.make_barriers();
-  if (threadIdx.x >= Shape::kConsumerThreads) {
-    give_registers<Shape::kLoaderRegisters>();
-    if (threadIdx.x == Shape::kConsumerThreads) {
-      if (!task.has_steps()) return wait_for_kernel_before();
-      Loader<Shape>{arguments, shared}.load(task);
-    } else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1 && arguments.params.deterministic) {
-      Turns::watch<Shape>(arguments.params, task);
+
+  if constexpr (Shape::kTakesTasks) {
+    shared.make_barriers();
+    if (threadIdx.x >= Shape::kConsumerThreads) {
+      give_registers<Shape::kLoaderRegisters>();
+      if (loads) load_tasks<Shape>(arguments, shared);
+      if (watches) {
+        wait_for_kernel_before();  // it clears the semaphores
+        for_each_task(arguments, shared, [&](const BackwardTask& task) { Turns::watch<Shape>(arguments.params, task); });
+      }
+    } else {
+      take_registers<Shape::kConsumerRegisters>();
+      uint32_t step = 0, key_blocks = 0;
+      for_each_task(arguments, shared, [&](const BackwardTask& task) {
+        step = compute(task, step, key_blocks & 1);
+        key_blocks += task.has_steps();
+      });
     }
   } else {
-    take_registers<Shape::kConsumerRegisters>();
-    if (task.has_steps()) wait_for_keys(shared, task);
-    if (threadIdx.x < 128)
-      compute_values<Shape, T>(arguments, shared, task);
-    else
-      compute_keys<Shape, T>(arguments, shared, task);
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
+    if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
+    shared.make_barriers();
+    if (threadIdx.x >= Shape::kConsumerThreads) {
+      give_registers<Shape::kLoaderRegisters>();
+      if (loads && !task.has_steps()) wait_for_kernel_before();
+      if (loads) Loader<Shape>{arguments, shared}.load(task);
+      if (watches) {
+        wait_for_kernel_before();
+        Turns::watch<Shape>(arguments.params, task);
+      }
+    } else {
+      take_registers<Shape::kConsumerRegisters>();
+      compute(task, 0, 0);
+    }
   }
 }
 
