@@ -1,5 +1,5 @@
-// Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length. And which of its query
-// blocks a thread block has.
+// Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length. How blocks of its
+// tokens are numbered, and which of its query blocks a thread block has.
 #pragma once
 #include "params.h"
 
@@ -17,6 +17,14 @@ __device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& seque
   }
   if (sequences.ranges != nullptr) return {sequences.ranges[batch], sequences.ranges[batch_size + batch]};
   return {0, max_seqlen};
+}
+
+// Number of the first block of `size` tokens of sequence `batch`, counted over all sequences so that blocks of different ones never meet,
+// whatever the lengths, without knowing them on the host: cu_seqlens[batch] / size + batch when packed (each earlier sequence wastes less than
+// one block), batch * ceil(max_seqlen / size) when dense.
+__device__ __forceinline__ int64_t first_block_of(const HfFlash2Sequences& sequences, int batch, int max_seqlen, int size) {
+  return sequences.cu_seqlens != nullptr ? sequences.cu_seqlens[batch] / size + batch
+                                         : static_cast<int64_t>(batch) * ((max_seqlen + size - 1) / size);
 }
 
 // The query block of a thread block, in kernels that have one for each; the blocks of one head run next to each other.

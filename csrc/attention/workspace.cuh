@@ -1,12 +1,10 @@
-// Scratch of the backward pass: delta (one float a query row) and the fp32 accumulator of dQ (one tile a query block), laid out so that
-// tiles of different sequences never overlap, whatever the lengths, without knowing them on the host.
+// Scratch of the backward pass: delta (one float a query row) and the fp32 accumulator of dQ (one tile a query block). Query blocks are numbered
+// per head, see first_block_of().
 #pragma once
 #include "attention/sequence.cuh"
 
 namespace hf_flash2 {
 
-// Query blocks are numbered per head: sequence b starts at block cu_seqlens[b] / block_m + b when packed (each earlier sequence wastes less
-// than one block), at b * ceil(Sq / block_m) when dense.
 struct Workspace {
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
@@ -35,9 +33,7 @@ struct Workspace {
 
   // Number of the first query block of sequence `batch`, counted over all heads.
   __device__ __forceinline__ int64_t first_block(const HfFlash2ForwardParams& params, int batch, int head, int block_m) const {
-    const int64_t block = params.sequences_q.cu_seqlens != nullptr
-                              ? params.sequences_q.cu_seqlens[batch] / block_m + batch
-                              : static_cast<int64_t>(batch) * ((params.max_seqlen_q + block_m - 1) / block_m);
+    const int64_t block = first_block_of(params.sequences_q, batch, params.max_seqlen_q, block_m);
     return head * blocks + block;
   }
 };

@@ -12,14 +12,6 @@
 
 namespace hf_flash2::sm90 {
 
-// Query blocks that see a key block, the most of any, as far as shapes tell.
-inline int64_t most_query_blocks(const HfFlash2ForwardParams& params, int block_m, int block_n) {
-  const int64_t all = ceil_div(params.max_seqlen_q, block_m);
-  if (params.window_left < 0 || params.window_right < 0) return all;
-  const int64_t seeing = int64_t{params.window_left} + params.window_right + block_n;  // and these may begin anywhere in a block
-  return std::min(all, ceil_div(seeing - 1, block_m) + 1);
-}
-
 // Among how many tasks the query heads of a group are split: a divisor of them, more than 1 where tasks are so few, or some so long, that
 // multiprocessors have nothing to do. Time is counted in query blocks of a task; the constants are estimates for an H200 at d 128. A task
 // takes those of its heads, and kTaskTime for its beginning and end. Equal tasks go in rounds over the multiprocessors; unequal ones, the long
@@ -36,7 +28,7 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m,
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const int64_t key_blocks = packed ? ceil_div(params.total_k, block_n) : params.batch * ceil_div(params.max_seqlen_k, block_n);
   const double tasks = static_cast<double>(key_blocks * params.heads_k) / multiprocessors;  // for each of them
-  const double longest = static_cast<double>(most_query_blocks(params, block_m, block_n) * group);
+  const double longest = static_cast<double>(most_blocks_seen(params, params.max_seqlen_q, block_n, block_m) * group);
   const double length = packed ? static_cast<double>(params.total_q) / (static_cast<double>(params.batch) * params.max_seqlen_q) : 1;
   const double average = longest * (is_triangular(params) ? 0.5 : 1) * length;
   if (!(tasks * average > 0)) return 1;

@@ -27,7 +27,7 @@ namespace hf_flash2::sm90 {
 struct KeyGradientShares {
   float* tiles;    // [Hk, splits, blocks, kKeyGradientFloats]: dK of a key block, then dV; null without splits
   Divisor splits;  // of a group
-  int64_t blocks;  // key blocks of one head, over all sequences, numbered as query blocks are in the Workspace
+  int64_t blocks;  // key blocks of one head, over all sequences, numbered by first_block_of()
 
   static int64_t count_blocks(const HfFlash2ForwardParams& params, int block_n) {
     if (params.sequences_k.cu_seqlens != nullptr) return params.total_k / block_n + params.batch;
@@ -40,9 +40,7 @@ struct KeyGradientShares {
   // columns, of these a thread's four elements after each other.
   template <typename Shape>
   __device__ __forceinline__ float* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
-    const int64_t first_block = params.sequences_k.cu_seqlens != nullptr
-                                    ? params.sequences_k.cu_seqlens[batch] / Shape::kBlockN + batch
-                                    : static_cast<int64_t>(batch) * ((params.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN);
+    const int64_t first_block = first_block_of(params.sequences_k, batch, params.max_seqlen_k, Shape::kBlockN);
     return tiles + (part * blocks + first_block + key_block) * Shape::kKeyGradientFloats;
   }
 };
@@ -231,7 +229,7 @@ struct BackwardShared {
   }
 };
 
-// The copies of the loader, one thread: K and V once, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
+// The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
 // before; for its end the consumers wait through them, too.
 template <typename Shape>
 struct Loader {

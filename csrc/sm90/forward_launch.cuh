@@ -18,14 +18,6 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
   return together * 10 <= ceil_div(params.max_seqlen_q, block_rows) * group * 9 ? group : 1;
 }
 
-// Key blocks of the longest of the tiles of so many queries, as far as shapes tell.
-inline int most_key_blocks(const HfFlash2ForwardParams& params, int queries, int block_n) {
-  const int64_t all = ceil_div(params.max_seqlen_k, block_n);
-  if (params.window_left < 0 || params.window_right < 0) return all;
-  const int64_t seen = int64_t{params.window_left} + params.window_right + queries;  // and these may begin anywhere in a block
-  return std::min(all, ceil_div(seen - 1, block_n) + 1);
-}
-
 // How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
 // the start or in a last round, and a tenth of the time is saved. Time is counted in key blocks; the constants are of an H200 at d 128. A
 // round over the multiprocessors takes those of one share, and kTileTime for its beginning and end; longer where two thirds of the
@@ -74,8 +66,9 @@ struct ForwardPlan {
     plan.query_blocks = ceil_div(int64_t{params.max_seqlen_q} * plan.tile_heads, Shape::kBlockM);
     plan.heads = params.heads_q / plan.tile_heads * params.batch;
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
-    plan.splits = choose_splits(plan.query_blocks, plan.heads, most_key_blocks(params, queries, Shape::kBlockN), Shares::bytes(params, 1),
-                                is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
+    plan.splits = choose_splits(plan.query_blocks, plan.heads,
+                                static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)),
+                                Shares::bytes(params, 1), is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
     plan.counts_tiles = plan.splits == 1 && is_ragged(params) && plan.tiles() > multiprocessors(params.device);
     return plan;
   }

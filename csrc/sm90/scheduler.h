@@ -4,12 +4,22 @@
 
 #include <algorithm>
 
+#include "launch.h"
 #include "params.h"
 
 namespace hf_flash2::sm90 {
 
 // Causal without a window: the work of a block of queries grows with its number, that of a block of keys shrinks.
 inline bool is_triangular(const HfFlash2ForwardParams& params) { return params.window_right >= 0 && params.window_left < 0; }
+
+// How many blocks of `block` tokens, of a sequence of `seqlen`, so many neighbouring rows of the other side see at most, as far as shapes tell:
+// blocks of keys for queries, blocks of queries for keys.
+inline int64_t most_blocks_seen(const HfFlash2ForwardParams& params, int seqlen, int64_t rows, int block) {
+  const int64_t all = ceil_div(seqlen, block);
+  if (params.window_left < 0 || params.window_right < 0) return all;
+  const int64_t seen = int64_t{params.window_left} + params.window_right + rows;  // and these may begin anywhere in a block
+  return std::min(all, ceil_div(seen - 1, block) + 1);
+}
 
 enum class TileOrder : int {
   kByHead,           // blocks of one head one after another: what few heads read is in L2 at any time
