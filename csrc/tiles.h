@@ -104,45 +104,62 @@ namespace hf_flash2::sm90 {
 // P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as in multi-head latent attention.
 // kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
 // kStoreTiles: O has shared memory of its own, 128 kConsumers Dv' bytes more, and the copy engine writes it; elsewhere nothing is left.
-// TileLength::kShort exists for d 64: 128 rows a block in place of 192 fit short triangles better. PERF: one H200, d 64 causal at 512 / 1k /
-// 2k, TFLOP/s: 148 261 347 with 192 rows, 215 296 367 with 128; at 4k 452 against 406, full at 512 359 against 342.
-enum class TileLength { kShort, kLong };
+// TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles.
+// At d 64, 64 rows a block in place of 192 fit short triangles, and with three blocks on a multiprocessor (65 KB each, 120 registers a consumer
+// thread) one begins or ends a tile while others compute. PERF: one H200, d 64 causal at 512 / 1k / 2k, TFLOP/s: 148 261 347 with 192 rows, 215
+// 296 367 with 128; in another run 240 321 385 with 128, 281 347 396 with 64. At 4k 427 against 475 with 192, full at 512 375 against 393.
+// At d 128, two blocks on a multiprocessor: with few tiles there are twice as many. PERF: 16 heads at 256 and 512, 8 at 1k, causal, in a graph:
+// 8.1 10.8 17.0 -> 7.1 9.9 14.8 us. With many tiles it loses 6 to 16 %.
+// Few queries (a tile is not full): more blocks have more loads in flight. PERF: one query, 32/8 heads, 32 sequences of 8k: d 64 182 -> 132 us,
+// d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
+// At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k / 2k 345 485 637 -> 359 518 647 TFLOP/s.
+enum class TileSize { kSmall, kLarge };
 
-template <int kHeadDim, TileLength kLength = TileLength::kLong, int kHeadDimV = kHeadDim>
+template <int kHeadDim, TileSize kSize = TileSize::kLarge, int kHeadDimV = kHeadDim>
 struct ForwardTile;
 template <>
-struct ForwardTile<64, TileLength::kShort> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 3;
+struct ForwardTile<64, TileSize::kSmall> {
+  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 3, kBlocksPerSm = 3;
   static constexpr bool kLazyRescale = false, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<64> {
-  static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2;
+  static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
   static constexpr bool kLazyRescale = false, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<96> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
   static constexpr bool kLazyRescale = true, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<128> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
+  static constexpr bool kLazyRescale = true, kStoreTiles = true;
+};
+template <>
+struct ForwardTile<128, TileSize::kSmall> {
+  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 2, kBlocksPerSm = 2;
   static constexpr bool kLazyRescale = true, kStoreTiles = true;
 };
 template <>
 struct ForwardTile<192> {
-  static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2;
+  static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2, kBlocksPerSm = 1;
   static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 template <>
-struct ForwardTile<192, TileLength::kLong, 128> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2;
+struct ForwardTile<192, TileSize::kLarge, 128> {
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
   static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 template <>
 struct ForwardTile<256> {
-  static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2;
+  static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2, kBlocksPerSm = 1;
+  static constexpr bool kLazyRescale = true, kStoreTiles = false;
+};
+template <>
+struct ForwardTile<256, TileSize::kSmall> {
+  static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1;
   static constexpr bool kLazyRescale = true, kStoreTiles = false;
 };
 

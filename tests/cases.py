@@ -84,7 +84,7 @@ SHORT_Q, SHORT_K = (1, 70, 0, 63), (129, 150, 3, 65)
 EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
-SPLIT_Q, SPLIT_K = (1, 3, 0, 15, 2), (1000, 0, 200, 333, 7)
+SPLIT_Q, SPLIT_K = (1, 11, 0, 2), (2100, 0, 333, 7)
 CAUSAL = (False, True)
 
 
@@ -142,8 +142,8 @@ def _table() -> list[Case]:
                 lengths_q = (17, 17, 17, 17) if padding == "keys" else (1, 3, 17, 40)
                 options = {"lengths_q": lengths_q, "lengths_k": (70, 300, 33, 41), "form": "ranges", "padding": padding, "causal": causal}
                 cases.append(Case("group", d, heads, **options))
-        # Few tiles and at least 5 key blocks: the Hopper forward splits the keys.
-        cases += [Case("split", d, lengths_q=(3, 3), lengths_k=(777, 777), causal=causal) for d in KERNEL_HEAD_DIMS]
+        # Few tiles and many keys, at d 64 more of them: the Hopper forward splits the keys.
+        cases += [Case("split", d, lengths_q=(3, 3), lengths_k=(1777 if d == 64 else 777,) * 2, causal=causal) for d in KERNEL_HEAD_DIMS]
         cases += [
             Case("split", d, (2, 2), lengths_q=(5,), lengths_k=(801,), head_dim_v=d_v, causal=causal)
             for d, d_v in ((192, 128), (64, 128), (136, 200))
@@ -156,7 +156,7 @@ def _table() -> list[Case]:
             Case("split", 128, (8, 2), lengths_q=(1,), lengths_k=(1100,), causal=causal),
             Case("split", 128, (8, 1), SPLIT_Q, SPLIT_K, form="packed", causal=causal),
             Case("split", 128, (2, 1), lengths_q=(130,), lengths_k=(900,), causal=causal),
-            Case("split", 64, (1, 1), lengths_q=(1023,), lengths_k=(1000,), causal=causal),
+            Case("split", 64, (1, 1), lengths_q=(300,), lengths_k=(2500,), causal=causal),
             Case("split", 128, (8, 1), lengths_q=(17,), lengths_k=(1024,), causal=causal, layout="cache"),
             Case("split", 256, (8, 1), lengths_q=(1,), lengths_k=(1601,), causal=causal),
             Case("split", 128, (4, 1), lengths_q=(9,), lengths_k=(900,), causal=causal, magnitude=20.0),
@@ -194,7 +194,7 @@ def _table() -> list[Case]:
             Case("window", heads=(8, 1), lengths_q=(40,), lengths_k=(300,), window=window),
         ]
     cases += [Case("window", lengths_q=(300,) * 2, causal=True, window=(left, 33)) for left in (0, 31, 64, 200)]  # causal beats right
-    for window in ((600, 0), (500, 300), (-1, 700), (700, -1)):
+    for window in ((1200, 0), (900, 500), (-1, 700), (700, -1)):
         cases += [
             Case("split", 128, (4, 2), lengths_q=(5,), lengths_k=(1500,), window=window),
             Case("split", 64, (2, 1), lengths_q=(150,), lengths_k=(1300,), window=window),

@@ -99,6 +99,15 @@ def test_thread_blocks_that_walk_over_tiles(head_dim, causal, form, emulate):
     check(emulate("sm90", sample, resident=3), sample)
 
 
+@pytest.mark.parametrize(("head_dim", "queries", "counted"), ((64, 1100, True), (64, 1024, False), (128, 2100, True)))
+def test_tiles_of_long_causal_prompts_are_counted(head_dim, queries, counted, emulate, forward_workspaces):
+    """Above 16 query blocks a head, of 64 or 128 rows. Most see no keys, as those end with the queries: that is quick to emulate."""
+    case = Case("counted", head_dim, heads=(2, 1), lengths_q=(queries, queries), lengths_k=(150, 150), causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=3), sample)
+    assert forward_workspaces == [4] * counted
+
+
 @pytest.mark.parametrize("head_dim", (64, 192))
 def test_thread_blocks_that_walk_over_keys_nobody_sees(head_dim, emulate):
     case = Case("unseen", head_dim, heads=(4, 2), lengths_q=(100, 130), lengths_k=(420, 300), window=(63, 0), form="packed")
@@ -259,13 +268,13 @@ def test_when_groups_are_split(name, library, monkeypatch):
 TOGETHER = [  # a case, and how many tiles a group has: with each head on its own, together
     (Case("together", heads=(4, 2), lengths_q=(1,), lengths_k=(300,), causal=True), (2, 1)),
     (Case("together", head_dim=128, heads=(8, 2), lengths_q=(3, 3), lengths_k=(300, 300), causal=True), (4, 1)),
-    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(40,), lengths_k=(300,), causal=True), (8, 3)),
-    (Case("together", head_dim=128, heads=(16, 1), lengths_q=(17,), lengths_k=(300,)), (16, 3)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(70,), lengths_k=(120,), causal=True), (8, 5)),
+    (Case("together", head_dim=128, heads=(16, 1), lengths_q=(66,), lengths_k=(300,)), (16, 9)),
     (Case("together", head_dim=192, heads=(8, 1), lengths_q=(17,), lengths_k=(222,), causal=True), (8, 2)),
-    (Case("together", heads=(8, 2), lengths_q=(40,), lengths_k=(128,), window=(30, 5)), (4, 1)),
+    (Case("together", heads=(8, 2), lengths_q=(80,), lengths_k=(128,), window=(80, 5)), (4, 2)),
     (Case("together", heads=(8, 1), lengths_q=(3, 0, 1), lengths_k=(30, 70, 100), form="packed", causal=True), (8, 1)),
-    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(3, 7), lengths_k=(30, 100), form="ranges", padding="left"), (8, 1)),
-    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(16,), lengths_k=(120,), form="ranges", padding="holes"), (8, 1)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(3, 50), lengths_k=(30, 100), form="ranges", padding="left"), (16, 5)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(50,), lengths_k=(120,), form="ranges", padding="holes"), (8, 4)),
     (Case("together", head_dim=128, heads=(3, 1), lengths_q=(1,), lengths_k=(300,)), (1, 1)),  # no power of two
     (Case("together", head_dim=128, heads=(2, 1), lengths_q=(128,), lengths_k=(130,)), (2, 2)),  # whole tiles as they are
     (Case("together", head_dim=128, heads=(2, 1), lengths_q=(1984,), lengths_k=(3,)), (32, 32)),  # 31 of 32: not worth it
@@ -294,8 +303,8 @@ def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeyp
 
 
 @pytest.fixture
-def splits(library, monkeypatch):
-    """Call with a sample: among how many thread blocks the forwards of this test split its keys, one after another."""
+def forward_workspaces(library, monkeypatch):
+    """How many bytes of scratch the forwards of this test asked for, one after another."""
     asked, ask = [], library.hf_flash2_forward_workspace_bytes
 
     def recorded(params: bytes, addresses: bytes) -> int:
@@ -303,11 +312,17 @@ def splits(library, monkeypatch):
         return asked[-1]
 
     monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", recorded)
+    return asked
+
+
+@pytest.fixture
+def splits(forward_workspaces):
+    """Call with a sample: among how many thread blocks the forwards of this test split its keys, one after another."""
 
     def of(sample: Sample) -> list[float]:
         case = sample.case
         rows = (sum(case.lengths_q) if case.form == "packed" else sample.batch * sample.seqlen_q) * case.heads[0]
-        return [workspace_bytes / (rows * (case.head_dim_v + 1) * 4) for workspace_bytes in asked]
+        return [workspace_bytes / (rows * (case.head_dim_v + 1) * 4) for workspace_bytes in forward_workspaces]
 
     return of
 
@@ -321,7 +336,7 @@ def test_split_keys(case, emulate, splits):
 
 
 def test_split_keys_in_half_precision_and_with_the_gradient_of_lse(emulate, splits):
-    sample = Sample(Case("split", lengths_q=(3, 3), lengths_k=(900, 900), causal=True), torch.float16, CPU)
+    sample = Sample(Case("split", lengths_q=(3, 3), lengths_k=(1900, 1900), causal=True), torch.float16, CPU)
     check(emulate("sm90", sample, emulated.WIDE_HOPPER, with_dlse=True), sample, with_dlse=True)
     assert splits(sample) == [4]
 
@@ -333,7 +348,7 @@ def test_split_keys_give_the_same_bits_in_any_order(window, emulate, splits):
     for seed in (1, 2, 3):
         again = emulate("sm90", sample, emulated.WIDE_HOPPER, seed=seed, resident=1 + 5 * seed)
         assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
-    assert splits(sample) == [5] * 4
+    assert splits(sample) == [4] * 4
 
 
 CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
@@ -342,13 +357,12 @@ CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
     "as many tiles as multiprocessors": (((8, 1), 1, 64 * 128, 16, (-1, 0)), 1),
     "a last round with one tile": (((8, 1), 1, 64 * 128, 17, (-1, 0)), 3),
     "two full rounds": (((8, 1), 1, 64 * 128, 32, (-1, 0)), 1),
-    "few keys": (((8, 1), 1, 3 * 128, 1, (-1, 0)), 1),
-    "as few as pay": (((8, 1), 1, 3 * 128 + 1, 1, (-1, 0)), 4),
-    "shares of 2, not all multiprocessors": (((8, 1), 1, 17 * 128, 1, (-1, 0)), 9),
-    "a window": (((8, 1), 1, 64 * 128, 1, (511, 0)), 5),
-    "a part of a prompt": (((4, 4), 256, 32 * 128, 1, (-1, 0)), 2),
-    "a short prompt, whose tiles would go in pairs": (((2, 2), 512, 512, 1, (-1, 0)), 2),
-    "a short prompt with all keys": (((2, 2), 512, 512, 1, (-1, -1)), 1),
+    "few keys": (((8, 1), 1, 5 * 64, 1, (-1, 0)), 1),
+    "as few as pay": (((8, 1), 1, 5 * 64 + 1, 1, (-1, 0)), 6),
+    "shares of 3, not all multiprocessors": (((8, 1), 1, 33 * 64, 1, (-1, 0)), 11),
+    "a window": (((8, 1), 1, 64 * 128, 1, (511, 0)), 9),
+    "a part of a prompt": (((2, 2), 256, 32 * 128, 1, (-1, 0)), 2),
+    "a short prompt": (((2, 2), 512, 512, 1, (-1, 0)), 1),
     "a causal prompt, more tiles than multiprocessors": (((3, 3), 1024, 8192, 1, (-1, 0)), 1),
     "the same with all keys": (((3, 3), 1024, 8192, 1, (-1, -1)), 2),
     "no queries": (((8, 1), 0, 64 * 128, 1, (-1, 0)), 1),
@@ -368,8 +382,8 @@ def test_when_keys_are_split(name, library, monkeypatch):
 
 
 def test_a_forward_without_the_workspace_it_needs_does_not_run(library, monkeypatch):
-    q, k = (torch.randn(1, length, 1, 64, dtype=torch.bfloat16) for length in (1, 1000))
-    out, softmax_lse, workspace = torch.full_like(q, 7), torch.full((1, 1, 1), 7.0), torch.zeros(8 * (64 + 1))
+    q, k = (torch.randn(1, length, 1, 128, dtype=torch.bfloat16) for length in (1, 1000))
+    out, softmax_lse, workspace = torch.full_like(q, 7), torch.full((1, 1, 1), 7.0), torch.zeros(16 * (128 + 1))
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
         params, _ = kernels.Layout(q, k, k, None, None, None, 1, 1000, 1.0, -1, -1, 0.0)._forward
     tensors = (x.data_ptr() for x in (workspace, q, k, k, out, softmax_lse))

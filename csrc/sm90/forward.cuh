@@ -5,7 +5,8 @@
 // compute, 64 query rows each. Inside one, S of the next key block is issued together with O += P V of the last, and softmax runs while that
 // product does; across them, a ring of named barriers makes them take turns at issuing, so that one computes softmax while another has the
 // tensor cores. O leaves through shared memory by the copy engine, under the next tile.
-// A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early.
+// A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles are
+// small, one consumer computes, and several thread blocks share a multiprocessor.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 // Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together.
 #pragma once
@@ -25,9 +26,9 @@ namespace hf_flash2::sm90 {
 
 enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
 
-template <int kHeadDimension, TileLength kLength, int kHeadDimensionV = kHeadDimension>
-struct ForwardShape : ForwardTile<kHeadDimension, kLength, kHeadDimensionV> {
-  using Tile = ForwardTile<kHeadDimension, kLength, kHeadDimensionV>;
+template <int kHeadDimension, TileSize kSize, int kHeadDimensionV = kHeadDimension>
+struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
+  using Tile = ForwardTile<kHeadDimension, kSize, kHeadDimensionV>;
   static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV;
   static constexpr int kBlockM = Tile::kConsumers * 64;
   static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
@@ -39,7 +40,11 @@ struct ForwardShape : ForwardTile<kHeadDimension, kLength, kHeadDimensionV> {
   static constexpr int kBarriers = 2 + 4 * Tile::kStages;
   static constexpr int kSharedBytes =
       kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
-  static constexpr int kLoaderRegisters = Tile::kConsumers == 2 ? 40 : 32, kConsumerRegisters = Tile::kConsumers == 2 ? 232 : 160;
+  // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
+  static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = (kLaunchRegisters * (Tile::kConsumers + 1) - kLoaderRegisters) / Tile::kConsumers / 8 * 8;
+  static_assert(kConsumerRegisters <= 240, "what a thread may have");
 };
 
 // Shared-memory addresses: tiles, then barriers. "full": the copy has landed; "empty": every consumer is done with it.
@@ -98,9 +103,9 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
     }
   };
-  // PERF: two loops. In one, the d 64 and 128 kernels of dense inputs lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile delays it.
+  // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile delays it.
   if (arguments.next_tile != nullptr)
-    for_each_ragged_tile<Shape::kBlockM>(arguments, load);
+    for_each_counted_tile<Shape::kBlockM>(arguments, load);
   else
     for_each_tile(arguments, load);
   hand_over(ForwardTask::none(), 0);
@@ -196,8 +201,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     for (int i = 0; i < kHeadDimV / 2; ++i) (&out[0][0][0])[i] = 0.f;
   };
   // Turns: whoever has issued its products gives the turn to the next.
-  const auto wait_turn = [&] { named_barrier_sync(kTurnBarrier + group, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(kTurnBarrier + (group + 1) % kConsumers, 256); };
+  const auto wait_turn = [&] {
+    if constexpr (kConsumers > 1) named_barrier_sync(kTurnBarrier + group, 256);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (kConsumers > 1) named_barrier_arrive(kTurnBarrier + (group + 1) % kConsumers, 256);
+  };
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
   int use = 0;  // key blocks computed so far
@@ -292,7 +301,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 }
 
 template <typename Shape, typename T>
-__global__ void __launch_bounds__(Shape::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const ForwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();  // combine_kernel, where keys are split: nothing else is launched early behind this one

@@ -19,22 +19,23 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
 }
 
 // How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
-// the start or in a last round, and a tenth of the time is saved. Time is counted in key blocks; the constants are of an H200 at d 128. A
-// round over the multiprocessors takes those of one share, and kTileTime for its beginning and end; longer where two thirds of the
-// multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes kCombineTime, and one more for every
+// the start or in a last round, and a tenth of the time is saved. Time is counted in blocks of 128 keys at d 128 (block_time: of one of these
+// tiles), the constants are of an H200. A round over the multiprocessors takes those of one share, and kTileTime for its beginning and end;
+// longer where two thirds of the multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes kCombineTime, and one more for every
 // kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a causal mask the tiles of a head are
 // unequal: without splits they go in pairs, and with splits they make no rounds: one, with all of them in it, may do.
-inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, int64_t bytes_of_split, bool unequal, int multiprocessors) {
+inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
+                         int multiprocessors) {
   constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
   constexpr int kMostRounds = 4;
   const int64_t tiles = query_blocks * heads;
   if (tiles == 0) return 1;
   const auto time_of_rounds = [&](int64_t rounds, int share, int64_t blocks) {
     const double reading = query_blocks == 1 ? 1.5 * std::min<int64_t>(blocks, multiprocessors) / multiprocessors : 1.0;
-    return rounds * (share * std::max(1.0, reading) + kTileTime);
+    return rounds * (share * block_time * std::max(1.0, reading) + kTileTime);
   };
   int splits = 1;
-  double least = unequal ? key_blocks + ceil_div(key_blocks, query_blocks) + 2 * kTileTime
+  double least = unequal ? (key_blocks + ceil_div(key_blocks, query_blocks)) * block_time + 2 * kTileTime
                          : time_of_rounds(ceil_div(tiles, multiprocessors), key_blocks, tiles);
   least *= 0.9;
   for (int rounds = 1; rounds <= (unequal ? 1 : kMostRounds); ++rounds) {
@@ -47,8 +48,26 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, int64_
   return splits;
 }
 
-inline bool is_ragged(const HfFlash2ForwardParams& params) {
-  return params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr;
+// Whether thread blocks take one tile after another from a counter, in place of an equal share each: where only the device knows how many there
+// are, and under a causal mask where a head has many: then the long ones go first and the short fill up at the end, where pairs of equal work,
+// which need no counter, may leave a last round nearly empty.
+// PERF: that ragged tiles are counted, in place of a thread block for every one there may be. One H200, batches to 2k, 4k, 8k filled to 30 %,
+// causal, TFLOP/s: d 64 177 294 410 -> 290 352 452, d 128 293 408 544 -> 406 510 613. That long dense ones are, at 4k, 8k, 16k: d 64 432 466
+// 479 -> 436 485 500, d 128 584 606 581 -> 594 623 606, d 256 624 644 682 -> 632 671 702; d 64 in small tiles at 2k 398 -> 406. d 128 loses 3 % at 1k.
+// Taking a number a tile ahead is slower still (d 64 480 -> 450 at 4k, d 256 710 -> 661 at 16k).
+inline bool wants_counter(const HfFlash2ForwardParams& params, int query_blocks) {
+  constexpr int kMany = 16;
+  return params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr ||
+         (is_triangular(params) && query_blocks > kMany);
+}
+
+// Heads whose tiles take turns, in tiles' heads: their K and V stay in L2. PERF: with 4 in place of 16 at d 128 causal, 16k, counted: 582 ->
+// 606 TFLOP/s on an H200.
+inline int choose_heads_at_once(const HfFlash2ForwardParams& params, int tile_heads) {
+  constexpr int64_t kKeyBytes = 32 << 20, kMost = 16;
+  const int64_t bytes = int64_t{2} * params.max_seqlen_k * (params.head_dim + params.head_dim_v);
+  const int64_t key_heads = std::max<int64_t>(1, kKeyBytes / std::max<int64_t>(1, bytes));
+  return static_cast<int>(std::min(kMost, key_heads * (params.heads_q / params.heads_k / tile_heads)));
 }
 
 // What is decided from shapes alone.
@@ -57,7 +76,8 @@ struct ForwardPlan {
   int query_blocks;  // of one head, or of one group where its heads share tiles
   int heads;         // or groups, of the whole batch
   int splits;
-  bool counts_tiles;  // thread blocks take one tile after another from a counter
+  int resident;  // thread blocks that run at once
+  bool counts_tiles;
 
   template <typename Shape>
   static ForwardPlan make(const HfFlash2ForwardParams& params) {
@@ -66,10 +86,12 @@ struct ForwardPlan {
     plan.query_blocks = ceil_div(int64_t{params.max_seqlen_q} * plan.tile_heads, Shape::kBlockM);
     plan.heads = params.heads_q / plan.tile_heads * params.batch;
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
+    const double block_time = Shape::kBlockN * (Shape::kHeadDim + Shape::kHeadDimV) / (2.0 * 128 * 128);
     plan.splits = choose_splits(plan.query_blocks, plan.heads,
-                                static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)),
+                                static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)), block_time,
                                 Shares::bytes(params, 1), is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
-    plan.counts_tiles = plan.splits == 1 && is_ragged(params) && plan.tiles() > multiprocessors(params.device);
+    plan.resident = multiprocessors(params.device) * Shape::kBlocksPerSm;
+    plan.counts_tiles = plan.splits == 1 && wants_counter(params, plan.query_blocks) && plan.tiles() > plan.resident;
     return plan;
   }
 
@@ -116,19 +138,15 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.params = params;
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 
-  // One thread block per multiprocessor. Dense: each walks an equal share. Ragged: lengths are known on the device only, so a counter says who
-  // takes which tile. Causal work grows with the row: where tiles have to wait for a multiprocessor, pairs of them are equal work, and of those
-  // from a counter the long ones come first and the short fill up.
-  // PERF: that ragged tiles are counted, in place of a thread block for every one there may be. One H200, batches to 2k, 4k, 8k filled to 30 %,
-  // causal, TFLOP/s: d 64 177 294 410 -> 290 352 452, d 128 293 408 544 -> 406 510 613. That few tiles are no pairs: 16 heads at 256, d 128 and
-  // 64, 11.1 and 9.3 -> 8.9 and 7.4 us.
-  const int resident = multiprocessors(params.device);
+  // As many thread blocks as run at once. Causal work grows with the row: where tiles have to wait, pairs of them are equal work, and of those
+  // from a counter the long ones come first.
+  // PERF: that few tiles are no pairs: one H200, 16 heads at 256, d 128 and 64, 11.1 and 9.3 -> 8.9 and 7.4 us.
   arguments.heads = Divisor::of(params.heads_q / tile_heads);
   arguments.group = Divisor::of(params.heads_q / params.heads_k);
   arguments.splits = Divisor::of(splits);
-  const bool pairs = splits == 1 && !plan.counts_tiles && plan.tiles() > resident;
+  const bool pairs = splits == 1 && !plan.counts_tiles && plan.tiles() > plan.resident;
   const TileOrder order = !is_triangular(params) ? TileOrder::kByHead : pairs ? TileOrder::kPairs : TileOrder::kLastBlockFirst;
-  arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, 16);
+  arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, choose_heads_at_once(params, tile_heads));
   arguments.next_tile = nullptr;
   Start start = Start::kInOrder;
   if (plan.counts_tiles) {
@@ -136,21 +154,35 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     launch<clear_counter_kernel<Shape, T>>(arguments, 1, 32, 0, params.device, params.stream, "attention forward, sm90, counter");
     start = Start::kEarly;
   }
-  launch<forward_kernel<Shape, T>>(arguments, std::min<int64_t>(arguments.scheduler.units() * splits, resident), Shape::kThreads,
+  launch<forward_kernel<Shape, T>>(arguments, std::min<int64_t>(arguments.scheduler.units() * splits, plan.resident), Shape::kThreads,
                                    Shape::kSharedBytes, params.device, params.stream, "attention forward, sm90", start);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
+}
+
+// See tiles.h.
+template <int kHeadDim>
+TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
+  constexpr int kShort = 2048;
+  const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
+  const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
+  const bool few_tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch <= multiprocessors(params.device);
+  const bool small = kHeadDim == 64    ? short_triangle || few_queries
+                     : kHeadDim == 128 ? few_tiles || few_queries
+                     : kHeadDim == 256 ? short_triangle
+                                       : false;
+  return small ? TileSize::kSmall : TileSize::kLarge;
 }
 
 // Calls f(shape) with the tiles for this call.
 template <int kHeadDim, typename F>
 auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
-  if constexpr (kHeadDim == 64) {
-    if (is_triangular(params) && params.max_seqlen_q <= 2048) return f(ForwardShape<kHeadDim, TileLength::kShort>{});
+  if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
+    if (choose_tile_size<kHeadDim>(params) == TileSize::kSmall) return f(ForwardShape<kHeadDim, TileSize::kSmall>{});
   }
   if constexpr (kHeadDim == 192) {
-    if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileLength::kLong, 128>{});
+    if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileSize::kLarge, 128>{});
   }
-  return f(ForwardShape<kHeadDim, TileLength::kLong>{});
+  return f(ForwardShape<kHeadDim, TileSize::kLarge>{});
 }
 
 template <int kHeadDim, typename T>

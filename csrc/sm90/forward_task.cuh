@@ -78,8 +78,8 @@ struct ForwardTask {
   }
 };
 
-// The tiles of sequences whose lengths only the device knows, numbered sequence by sequence. Numbers are asked for in ascending order.
-struct RaggedTiles {
+// The tiles there are, numbered sequence by sequence, whose lengths only the device may know. Numbers are asked for in ascending order.
+struct CountedTiles {
   int batch = 0, first = 0;  // a sequence, and the number of its first tile
 
   template <int kBlockM>
@@ -116,8 +116,8 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
 
 // The same of those that it takes from the counter, the first apart.
 template <int kBlockM, typename F>
-__device__ __forceinline__ void for_each_ragged_tile(const ForwardArguments& arguments, const F& f) {
-  RaggedTiles tiles;
+__device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, const F& f) {
+  CountedTiles tiles;
   int query_block, batch_head;
   for (int number = blockIdx.x; tiles.find<kBlockM>(arguments, number, query_block, batch_head);) {
     f(query_block, batch_head, 0);
