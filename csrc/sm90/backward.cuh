@@ -4,10 +4,12 @@
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
 // each; of the last, one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for
-// dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it.
-// PERF: what the whole backward reaches is in docs/h200. In a profile of one H200 at d 128, 4k, a step of 64 queries took 3,956 cycles,
-// its products 2,560, before mask limits and row values came out of the products' way (572 -> 619 TFLOP/s). Tried and left: dK of a step
-// under the next one's exponentials, from dS in shared memory (4k: 562 -> 511 TFLOP/s); dQ by vector reductions from registers (16k: 586
+// dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
+// dS, and one can be half a step ahead: they take turns at S and dQ, and while one computes P or dS the other has the tensor cores.
+// PERF: what the whole backward reaches is in docs/h200. That dQ comes a step later and that there are turns: one H200, d 128 full at 512, 1k,
+// 4k, 16k 392 500 621 593 -> 415 522 651 615 TFLOP/s, causal 248 371 534 570 -> 251 379 570 607; without turns 1 % less. In a profile, a
+// step in which both met for dS took 4,200 cycles, its products 2,560. Tried and left: S of the next step issued under dQ (4k: 621 -> 540);
+// dK of a step under the next one's exponentials, from dS in shared memory (562 -> 511); dQ by vector reductions from registers (16k: 586
 // -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
 #pragma once
 #include "device/semaphore.cuh"
@@ -19,6 +21,7 @@ template <int kHeadDim>
 struct BackwardShape : BackwardSizes<kHeadDim> {
   using Sizes = BackwardSizes<kHeadDim>;
   static_assert(Sizes::kBlockN == 128 && Sizes::kDqPieces == 2, "64 keys and one piece of dQ a consumer");
+  static_assert(Sizes::kStages == 2, "a buffer of dS and a ds_full() of every consumer for each");
   static constexpr int kDqPieceBytes = Sizes::kDqPieceFloats * 4;
   static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + 2 * kDqPieceBytes;  // dS, then dQ in fp32
 };
@@ -36,6 +39,28 @@ __device__ __forceinline__ uint32_t dq_buffer(const BackwardShared<Shape>& share
 __device__ __forceinline__ int dq_full(int consumer) { return 2 + consumer; }
 __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
+constexpr int kTurnHasCome = 6;       // between the warp that watches and the one that adds
+// Of consumers: its dS is there for itself, and for the other; its turn has come. ds_full takes turns with the buffers: the first consumer may
+// say that its next dS is there before the other has asked for the last.
+__device__ __forceinline__ int ds_here(int consumer) { return 7 + consumer; }
+__device__ __forceinline__ int ds_full(int consumer, int stage) { return 9 + consumer * 2 + stage; }
+__device__ __forceinline__ int consumer_turn(int consumer) { return 13 + consumer; }
+
+// Deterministic mode: watches the semaphores for the warp that adds. PERF: that warp has to wait for its last addition, too, and both one after
+// the other took longer than a step: d 128 full at 512, 1k, 4k, 16k, one H200, 339 438 497 498 -> 364 460 516 529 TFLOP/s.
+template <typename Shape>
+__device__ __forceinline__ void watch_turns(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  const HfFlash2ForwardParams& forward = arguments.params.forward;
+  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  wait_for_kernel_before();  // it clears the semaphores
+  for_each_task(arguments, shared, [&](const BackwardTask& task) {
+    task.for_each_step([&](uint32_t, int, int query_block, int tile) {
+      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphores + tile, task.template turn<Shape>(forward, query_block));
+      __syncwarp();
+      named_barrier_sync(kTurnHasCome, 64);
+    });
+  });
+}
 
 // Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
 // first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other.
@@ -75,10 +100,11 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
                                                 : kEveryTurn;
       pass_turn();
       first = turn == 0;
-      if (!first && turn < kEveryTurn) semaphore_wait(semaphore, params.deterministic ? turn : kEveryTurn);
-      bulk_global_fence();
+      if (!params.deterministic && !first && turn < kEveryTurn) semaphore_wait(semaphore, kEveryTurn);
       written = first || params.deterministic ? semaphore : nullptr;
     }
+    if (params.deterministic) named_barrier_sync(kTurnHasCome, 64);
+    if (elected) bulk_global_fence();
     for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) {
       __syncwarp();
       named_barrier_sync(dq_full(consumer), kDqThreads);
@@ -115,29 +141,77 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = (&dv[0][0])[i] = 0.f;
 
-  const auto advance = [&](uint32_t step, int query_block, auto masked) {  // masked: an integral_constant<bool>
+  const auto issue_dq = [&](float (&dq)[8][4], uint32_t step) {
+    const uint32_t stage = step % kStages;
+    named_barrier_sync(ds_here(consumer), 128);
+    named_barrier_sync(ds_full(1 - consumer, stage), Shape::kConsumerThreads);
+    issue_query_gradient<Shape, T, 64>(&dq[0][0], ds_buffer(shared, stage) + (Shape::kDqByRows ? consumer * Shape::kScorePanelBytes : 0),
+                                       shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
+  };
+  const auto store_dq = [&](float (&dq)[8][4]) {
+    wgmma_use<32>(&dq[0][0]);
+    named_barrier_sync(dq_empty(consumer), kDqThreads);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer) + (n * 128 + thread) * 16, dq[n]);
+    async_proxy_fence();
+    named_barrier_arrive(dq_full(consumer), kDqThreads);
+  };
+  const auto pass_turn = [&] { named_barrier_arrive(consumer_turn(1 - consumer), Shape::kConsumerThreads); };
+
+  const auto advance = [&](uint32_t step, int query_block, auto is_first) {  // is_first: an integral_constant<bool>
+    constexpr bool kFirst = decltype(is_first)::value;
+    // PERF: dQ before S, dP issued under its turn, and the exponentials, of which there are twice as many: d 64 full at 2k, 16k 509 533 ->
+    // 518 540 TFLOP/s, causal 512, 2k 216 419 -> 220 429; d 128 598 614 -> 574 573, causal 252 498 -> 247 483.
+    constexpr bool kDqFirst = kBlockM == 128;
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float p[kBlockM / 8][4], ds[kBlockM / 8][4], dq[8][4];     // S and then P, dP and then dS
+    float p[kBlockM / 8][4], ds[kBlockM / 8][4], dq[8][4];     // S and then P, dP and then dS; dQ of the step before
     uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];  // as A operands
+    const auto issue_s = [&] { issue_scores<Shape, T>(&p[0][0], hidden(keys), shared.q(stage)); };
+    const auto issue_dp = [&] {
+      mbarrier_wait(shared.dout_full(stage), parity);
+      issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
+    };
     mbarrier_wait(shared.q_full(stage), parity);
     RowValues<8> lse_log2(shared.lse_log2(stage));  // PERF: before the products, which keep shared memory busy
-    issue_scores<Shape, T>(&p[0][0], hidden(keys), shared.q(stage));
-    mbarrier_wait(shared.dout_full(stage), parity);
-    issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
-
-    wgmma_wait<1>();
+    named_barrier_sync(consumer_turn(consumer), Shape::kConsumerThreads);
+    if constexpr (kDqFirst) {
+      if constexpr (!kFirst) issue_dq(dq, step - 1);
+      issue_s();
+      if constexpr (!kFirst) {
+        wgmma_wait<1>();
+        store_dq(dq);
+      }
+      issue_dp();
+      wgmma_wait<1>();
+    } else {
+      issue_s();
+      if constexpr (!kFirst) issue_dq(dq, step - 1);
+      wgmma_wait<kFirst ? 0 : 1>();
+      pass_turn();
+    }
     wgmma_use<kBlockM / 2>(&p[0][0]);
-    if constexpr (decltype(masked)::value) lane.apply_mask(p, task.mask, query_block * kBlockM);
+    if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
       const RowValues<8> lse_part = lse_log2;
       if (part + 1 < kBlockM / 64) lse_log2 = RowValues<8>(shared.lse_log2(stage) + (part + 1) * (64 * 4));
       exponentiate<8>(p + part * 8, lse_part, scale_log2);
     }
-    // 64 queries at a time: with 128, P in fp32 beside what dV reads would leave too few registers, and ptxas would serialise (C7512).
+    if constexpr (kDqFirst) {
+      pass_turn();
+    } else {
+      if constexpr (!kFirst) {
+        wgmma_wait<0>();
+        store_dq(dq);
+      }
+      issue_dp();
+    }
+    // 64 queries at a time, and not before the last are multiplied: P in fp32 beside what dV reads would leave too few registers, and ptxas
+    // would serialise (C7512).
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
       const uint32_t delta_rows = shared.delta(stage) + part * (64 * 4);
+      if (part > 0) wgmma_wait<0>();
       round_tiles<T, 8>(p_rounded + part * 16, p + part * 8);
       const RowValues<4> delta(delta_rows);
       issue_key_gradient<Shape, T, 64>(&dv[0][0], p_rounded + part * 16, shared.dout(stage) + part * (64 * 128));
@@ -150,36 +224,28 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       differentiate(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
     }
-    // Two buffers of dS: when the consumers met in the step before, both had multiplied with this one for the last time.
+    // Two buffers of dS: the other has said that its dS of the step before is there, and before that it had multiplied with this buffer.
     store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
-    consumers_meet<Shape>();  // dS is complete
-    issue_query_gradient<Shape, T, 64>(&dq[0][0], ds_buffer(shared, stage) + (Shape::kDqByRows ? consumer * Shape::kScorePanelBytes : 0),
-                                       shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
+    named_barrier_arrive(ds_full(consumer, stage), Shape::kConsumerThreads);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
-
-    wgmma_wait<1>();
-    wgmma_use<32>(&dq[0][0]);
-    named_barrier_sync(dq_empty(consumer), kDqThreads);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer) + (n * 128 + thread) * 16, dq[n]);
-    async_proxy_fence();
-    named_barrier_arrive(dq_full(consumer), kDqThreads);
     wgmma_wait<0>();
     mbarrier_arrive(shared.empty(stage));
   };
 
-  uint32_t next_step = first_step;
+  uint32_t step = first_step;
   if (task.has_steps()) {
     wait_for_keys(shared, task, keys_parity);
-    next_step = task.for_each_step(
-        [&](uint32_t step, int, int query_block, int) {
-          clear_queries(shared, task, step, query_block);
-          if (task.mask_needed(query_block))
-            advance(step, query_block, std::true_type{});
-          else
-            advance(step, query_block, std::false_type{});
-        },
-        first_step);
+    BackwardTask::Step at = task.first();
+    clear_queries(shared, task, step, at.query_block);
+    advance(step, at.query_block, std::true_type{});
+    while (task.advance(at)) {
+      clear_queries(shared, task, ++step, at.query_block);
+      advance(step, at.query_block, std::false_type{});
+    }
+    float dq[8][4];
+    issue_dq(dq, step++);
+    wgmma_wait<0>();
+    store_dq(dq);
     mbarrier_arrive(shared.keys_empty());
     wgmma_use<kHeadDim / 2>(&dk[0][0]);
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
@@ -189,7 +255,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   const int share_dk = consumer * (64 * kHeadDim), share_dv = share_dk + Shape::kBlockN * kHeadDim;
   store_key_gradient<Shape, T>(arguments, params.dk, share_dk, dk, task, lane.key, params.forward.head_dim);
   store_key_gradient<Shape, T>(arguments, params.dv, share_dv, dv, task, lane.key, params.forward.head_dim_v);
-  return next_step;
+  return step;
 }
 
 template <typename Shape, typename T>
@@ -197,20 +263,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();
-  shared.make_barriers();
+  shared.make_barriers(arguments.params.deterministic ? 2 : 1);
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
+    const int warp = threadIdx.x / 32 - Shape::kConsumerThreads / 32;
     if (threadIdx.x == Shape::kConsumerThreads)
       load_tasks<Shape>(arguments, shared);
-    else if (threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1)
+    else if (warp == 1)
       add_query_gradients<Shape>(arguments, shared);
+    else if (warp == 2 && arguments.params.deterministic)
+      watch_turns<Shape>(arguments, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     uint32_t step = 0, key_blocks = 0;
+    if (warpgroup_index() == 1) named_barrier_arrive(consumer_turn(0), Shape::kConsumerThreads);  // the first turn
     for_each_task(arguments, shared, [&](const BackwardTask& task) {
       step = compute_gradients<Shape, T>(arguments, shared, task, step, key_blocks & 1);
       key_blocks += task.has_steps();
     });
+    if (warpgroup_index() == 0) named_barrier_sync(consumer_turn(0), Shape::kConsumerThreads);  // takes the turn nobody is left to take
   }
 }
 

@@ -91,14 +91,15 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // once, nobody waits.
   // PERF: of the default's speed at d 128, causal, 1k and 4k, that is 96 and 90 %; ascending in groups of 16 it was 72 and 80.
   // Descending with a head's blocks in several waves they drift apart, and L2 does not hold what they read (16k in groups of 16: 52 %,
-  // of 1: 80).
+  // of 1: 80). With all keys, blocks of two rounds in turn wait less for each other: d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486
+  // 522, d 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
-  const int heads_of_a_round = std::max(1, multiprocessors(forward.device) / std::max(1, key_blocks));
-  int heads_at_once = std::max(16 * parts / forward.heads_q, heads_of_a_round);
+  const auto heads_of_rounds = [&](int n) { return std::max(1, n * multiprocessors(forward.device) / std::max(1, key_blocks)); };
+  int heads_at_once = std::max(16 * parts / forward.heads_q, heads_of_rounds(1));
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
-    heads_at_once = heads_of_a_round;
+    heads_at_once = heads_of_rounds(forward.window_right < 0 && Shape::kHeadDim != 128 ? 2 : 1);
   }
   arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;

@@ -165,8 +165,19 @@ struct BackwardTask {
 
   __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
 
-  // Calls f(step, head, query_block, tile) for every query block of every query head of the task, where there are some; tile is its number in
-  // the Workspace. Steps are counted from `step` on. Returns the one behind the last.
+  // A walk over the query blocks of every query head of the task, where there are some.
+  struct Step {
+    int head, query_block;  // the head counted from the first of the task
+  };
+  __device__ __forceinline__ Step first() const { return {0, query_block_first}; }
+  // Goes on to the next, if there is one.
+  __device__ __forceinline__ bool advance(Step& at) const {
+    if (++at.query_block == query_block_end) at.query_block = query_block_begin;
+    return at.query_block != query_block_first || ++at.head < heads;
+  }
+
+  // Calls f(step, head, query_block, tile) for all of them; tile is its number in the Workspace. Steps are counted from `step` on. Returns the
+  // one behind the last.
   template <typename F>
   __device__ __forceinline__ uint32_t for_each_step(const F& f, uint32_t step = 0) const {
     if (!has_steps()) return step;
@@ -209,11 +220,11 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
 
-  // By the whole block.
-  __device__ __forceinline__ void make_barriers() const {
+  // By the whole block. warps: those that read tasks beside the consumers.
+  __device__ __forceinline__ void make_barriers(int warps = 1) const {
     if (threadIdx.x == 0) {
       mbarrier_init(task_full(), 1);
-      mbarrier_init(task_empty(), Shape::kConsumerThreads + 32);
+      mbarrier_init(task_empty(), Shape::kConsumerThreads + warps * 32);
       mbarrier_init(keys_full(), 1);
       mbarrier_init(keys_empty(), Shape::kConsumerThreads);
       for (int stage = 0; stage < kStages; ++stage) {
@@ -279,7 +290,7 @@ struct Loader {
   }
 };
 
-// Calls f(task) for every task that the loader hands over; by consumers and the warp that adds or watches.
+// Calls f(task) for every task that the loader hands over; by consumers and the warps that add or watch.
 template <typename Shape, typename F>
 __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments, const BackwardShared<Shape>& shared, const F& f) {
   for (uint32_t number = 0;; ++number) {
