@@ -221,7 +221,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
 
   // By the whole block. warps: those that read tasks beside the consumers.
-  __device__ __forceinline__ void make_barriers(int warps = 1) const {
+  __device__ __forceinline__ void make_barriers(int warps = 0) const {
     if (threadIdx.x == 0) {
       mbarrier_init(task_full(), 1);
       mbarrier_init(task_empty(), Shape::kConsumerThreads + warps * 32);
