@@ -6,11 +6,12 @@
 // each; of the last, one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for
 // dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
 // dS, and one can be half a step ahead: they take turns at S and dQ, and while one computes P or dS the other has the tensor cores.
-// PERF: what the whole backward reaches is in docs/h200. That dQ comes a step later and that there are turns: one H200, d 128 full at 512, 1k,
-// 4k, 16k 392 500 621 593 -> 415 522 651 615 TFLOP/s, causal 248 371 534 570 -> 251 379 570 607; without turns 1 % less. In a profile, a
-// step in which both met for dS took 4,200 cycles, its products 2,560. Tried and left: S of the next step issued under dQ (4k: 621 -> 540);
-// dK of a step under the next one's exponentials, from dS in shared memory (562 -> 511); dQ by vector reductions from registers (16k: 586
-// -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
+// PERF: what the whole backward reaches is in docs/h200. That dQ comes a step later and that there are turns, in a script whose calls follow each
+// other, one H200 at its power limit: d 128 full at 512, 1k, 4k, 16k 392 500 621 593 -> 415 522 651 615 TFLOP/s, causal 248 371 534 570 -> 251
+// 379 570 607; without turns 1 % less. In the figures, where the clock is free, level, and 14 % faster in deterministic mode (4k: 518 -> 590). In
+// a profile, a step in which both met for dS took 4,200 cycles, its products 2,560. Tried and left: S of the next step issued under dQ (4k: 621
+// -> 540); dK of a step under the next one's exponentials, from dS in shared memory (562 -> 511); dQ by vector reductions from registers (16k:
+// 586 -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
 #pragma once
 #include "device/semaphore.cuh"
 #include "sm90/backward_parts.cuh"
