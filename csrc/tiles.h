@@ -112,7 +112,8 @@ namespace hf_flash2::sm90 {
 // 8.1 10.8 17.0 -> 7.1 9.9 14.8 us. With many tiles it loses 6 to 16 %.
 // Few queries (a tile is not full): more blocks have more loads in flight. PERF: one query, 32/8 heads, 32 sequences of 8k: d 64 182 -> 132 us,
 // d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
-// At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k / 2k 345 485 637 -> 359 518 647 TFLOP/s.
+// At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
+// 609 -> 619.
 enum class TileSize { kSmall, kLarge };
 
 template <int kHeadDim, TileSize kSize = TileSize::kLarge, int kHeadDimV = kHeadDim>

@@ -21,9 +21,10 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
 // How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
 // the start or in a last round, and a tenth of the time is saved. Time is counted in blocks of 128 keys at d 128 (block_time: of one of these
 // tiles), the constants are of an H200. A round over the multiprocessors takes those of one share, and kTileTime for its beginning and end;
-// longer where two thirds of the multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes kCombineTime, and one more for every
-// kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a causal mask the tiles of a head are
-// unequal: without splits they go in pairs, and with splits they make no rounds: one, with all of them in it, may do.
+// longer where two thirds of the multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes
+// kCombineTime, and one more for every kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a
+// causal mask the tiles of a head are unequal: without splits they go in pairs, and with splits they make no rounds: one, with all of them in
+// it, may do.
 inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
                          int multiprocessors) {
   constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
@@ -48,13 +49,13 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
   return splits;
 }
 
-// Whether thread blocks take one tile after another from a counter, in place of an equal share each: where only the device knows how many there
-// are, and under a causal mask where a head has many: then the long ones go first and the short fill up at the end, where pairs of equal work,
-// which need no counter, may leave a last round nearly empty.
+// Whether thread blocks take one tile after another from a counter, in place of an equal share each: where only the device knows how many
+// there are, and under a causal mask where a head has many: then the long ones go first and the short fill up at the end, where pairs of equal
+// work, which need no counter, may leave a last round nearly empty.
 // PERF: that ragged tiles are counted, in place of a thread block for every one there may be. One H200, batches to 2k, 4k, 8k filled to 30 %,
 // causal, TFLOP/s: d 64 177 294 410 -> 290 352 452, d 128 293 408 544 -> 406 510 613. That long dense ones are, at 4k, 8k, 16k: d 64 432 466
-// 479 -> 436 485 500, d 128 584 606 581 -> 594 623 606, d 256 624 644 682 -> 632 671 702; d 64 in small tiles at 2k 398 -> 406. d 128 loses 3 % at 1k.
-// Taking a number a tile ahead is slower still (d 64 480 -> 450 at 4k, d 256 710 -> 661 at 16k).
+// 479 -> 436 485 500, d 128 584 606 581 -> 594 623 606, d 256 624 644 682 -> 632 671 702; d 64 in small tiles at 2k 398 -> 406. Below, d 128
+// loses 3 % at 1k. Taking a number a tile ahead is slower still (d 64 480 -> 450 at 4k, d 256 710 -> 661 at 16k).
 inline bool wants_counter(const HfFlash2ForwardParams& params, int query_blocks) {
   constexpr int kMany = 16;
   return params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr ||
