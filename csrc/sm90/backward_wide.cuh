@@ -206,7 +206,7 @@ __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& argume
       const float p[1][4] = {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
       differentiate(ds + n, p, RowValues<1>(shared.delta(stage) + n * 32));
     }
-    named_barrier_arrive(kPEmpty, Shape::kConsumerThreads);
+    named_barrier_arrive(kPEmpty, Shape::kConsumerThreads);  // reads before an arrival are done when the barrier completes (PTX ISA)
     round_tiles<T, kBlockM / 8>(ds_rounded, ds);
     // Two buffers of dS: the first had multiplied with this one before it wrote this P.
     store_panels<Shape::kScorePanelBytes, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
