@@ -194,7 +194,7 @@ def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int)
         return sum(lengths) // size + batch if packed else batch * -(-seqlen // size)
 
     (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
-    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 1) + 1) * 4
+    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 2) + 1) * 4
     of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 4
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 

@@ -8,9 +8,10 @@ namespace hf_flash2 {
 struct Workspace {
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
-  int32_t* semaphores;  // [H, blocks]: who may write to a block of dq when; see preprocess.cuh and the kernels
+  int32_t* semaphores;  // [2, H, blocks]: who may write to a block of dq, or to either part of it, when; see preprocess.cuh and the kernels
   int32_t* next_unit;   // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
   int64_t blocks;       // query blocks of one head, over all sequences
+  int64_t tiles;        // of all heads
 
   __host__ __device__ static int64_t query_blocks(const HfFlash2ForwardParams& params, int block_m) {
     if (params.sequences_q.cu_seqlens != nullptr) return params.total_q / block_m + params.batch;
@@ -19,17 +20,18 @@ struct Workspace {
 
   __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int columns) {
     const int64_t tiles = query_blocks(params, block_m) * params.heads_q;
-    return (tiles * (block_m * (columns + 2) + 1) + 1) * 4;
+    return (tiles * (block_m * (columns + 2) + 2) + 1) * 4;
   }
 
   __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int columns)
-      : blocks(query_blocks(params.forward, block_m)) {
-    const int64_t tiles = blocks * params.forward.heads_q;
+      : blocks(query_blocks(params.forward, block_m)), tiles(blocks * params.forward.heads_q) {
     dq = static_cast<float*>(params.workspace);
     delta = dq + tiles * block_m * columns;
     semaphores = reinterpret_cast<int32_t*>(delta + tiles * block_m * 2);
-    next_unit = semaphores + tiles;
+    next_unit = semaphores + 2 * tiles;
   }
+
+  __device__ __forceinline__ int32_t* semaphore(int64_t tile, int part = 0) const { return semaphores + part * tiles + tile; }
 
   // Number of the first query block of sequence `batch`, counted over all heads.
   __device__ __forceinline__ int64_t first_block(const HfFlash2ForwardParams& params, int batch, int head, int block_m) const {

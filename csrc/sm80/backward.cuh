@@ -179,12 +179,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
     float dq[kMTiles][Shape::kDqDimTiles][4] = {};
     multiply<T, kBlockN / 16>(dq, RowsOfA<kBlockN>(sdS, warp_row), 0, RowsOfB<kHeadDim>(sK, 0), warp_dq_dim / 16);
     float* dq_block = workspace.dq + tile * kBlockM * kHeadDim + warp * Shape::kDqFloatsPerWarp;
-    if (params.deterministic) wait_turn(workspace.semaphores + tile, key_block - mask.key_block_begin(row_begin, kBlockN));
+    if (params.deterministic) wait_turn(workspace.semaphore(tile), key_block - mask.key_block_begin(row_begin, kBlockN));
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int d = 0; d < Shape::kDqDimTiles; ++d) reduce_add(dq_block + (m * Shape::kDqDimTiles + d) * 128, lane, dq[m][d]);
-    if (params.deterministic) pass_turn(workspace.semaphores + tile);
+    if (params.deterministic) pass_turn(workspace.semaphore(tile));
 
     multiply<T, kBlockM / 16>(dk, ColumnsOfA<kBlockN>(sdS, 0), warp_key / 16, RowsOfB<kHeadDim>(sQ + stage, 0), warp_dim / 16);
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void watch_turns(const BackwardArguments& arguments, 
   wait_for_kernel_before();  // it clears the semaphores
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
     task.for_each_step([&](uint32_t, int, int query_block, int tile) {
-      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphores + tile, task.template turn<Shape>(forward, query_block));
+      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphore(tile), task.template turn<Shape>(forward, query_block));
       __syncwarp();
       named_barrier_sync(kTurnHasCome, 64);
     });
@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     // PERF: here, the warp has nothing to do for most of a step: that hides how long the semaphores take.
     bool first = false;
     if (elected) {
-      int32_t* semaphore = workspace.semaphores + tile;
+      int32_t* semaphore = workspace.semaphore(tile);
       const int turn = params.deterministic     ? task.template turn<Shape>(params.forward, query_block)
                        : arguments.first_stores ? semaphore_take(semaphore)
                                                 : kEveryTurn;

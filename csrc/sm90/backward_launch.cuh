@@ -68,7 +68,8 @@ struct BackwardPlan {
   }
 };
 
-template <typename Shape, typename T, auto kKernel>
+// kInOrder: the kernel of deterministic mode.
+template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(const HfFlash2BackwardParams& params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const bool packed = forward.sequences_q.cu_seqlens != nullptr;
@@ -123,8 +124,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
     preprocess(std::true_type{});
   const int64_t units = arguments.scheduler.units();
   const int64_t blocks = Shape::kTakesTasks ? std::min<int64_t>(units, multiprocessors(forward.device)) : units;
-  launch<kKernel>(arguments, blocks, Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream,
-                  "attention backward, sm90", start);
+  const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
+  compute(arguments, blocks, Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream, "attention backward, sm90",
+          start);
   const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
   const ConvertArguments convert{params, arguments.shares, static_cast<int>(query_blocks)};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
@@ -157,7 +159,7 @@ void run_backward(const HfFlash2BackwardParams& params) {
     if constexpr (kHeadDim <= 128)
       launch_backward<Shape, T, backward_kernel<Shape, T>>(params);
     else
-      launch_backward<Shape, T, backward_wide_kernel<Shape, T>>(params);
+      launch_backward<Shape, T, backward_wide_kernel<Shape, T>, backward_wide_kernel<InOrder<Shape>, T>>(params);
   });
 }
 

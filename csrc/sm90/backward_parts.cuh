@@ -75,8 +75,8 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
-  // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 -> 307
-  // 361 417 428, causal 194 267 370 391 -> 212 293 396 410. d 256 gains 2 % to 1k and loses 1 % from 4k on, and 3 to 5 in deterministic mode.
+  // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 ->
+  // 307 361 417 428, causal 194 267 370 391 -> 212 293 396 410. At d 256 registers do not suffice: ptxas serialises the products (C7511).
   static constexpr bool kTakesTasks = kHeadDim < 256;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
@@ -197,7 +197,7 @@ struct BackwardTask {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kBarriers = 4 + 3 * kStages;
+  static constexpr int kStages = Shape::kStages, kBarriers = 5 + 3 * kStages;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
                                 kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
                                 BackwardTask::kBytes + kBarriers * 8;
@@ -219,6 +219,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
+  __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }                 // backward_wide.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
   __device__ __forceinline__ void make_barriers(int warps = 0) const {
@@ -227,6 +228,7 @@ struct BackwardShared {
       mbarrier_init(task_empty(), Shape::kConsumerThreads + warps * 32);
       mbarrier_init(keys_full(), 1);
       mbarrier_init(keys_empty(), Shape::kConsumerThreads);
+      mbarrier_init(p_empty(), 128);
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
         mbarrier_init(dout_full(stage), 1);
@@ -498,7 +500,7 @@ __device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardPar
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
-  const bool written = !Shape::kFirstStoresDq || workspace.semaphores[tile] != 0;
+  const bool written = !Shape::kFirstStoresDq || *workspace.semaphore(tile) != 0;
   float dq[8][4];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {

@@ -4,9 +4,8 @@
 // A task is 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
 // through shared memory, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
 // computes some columns, a step later, and adds them to global memory from its registers. So the first is a step ahead of the second, and
-// waits for it only where it would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 -> 477
-// 442, where both had met in every step for dS. All of it hangs on what the compiler schedules together, here above all between dK and dQ:
-// with turns said by a barrier in place of Turns::pass(), d 256 reached 444.
+// waits for it only where it would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 ->
+// 477 442, where both had met in every step for dS.
 #pragma once
 #include "device/reduce_add.cuh"
 #include "device/semaphore.cuh"
@@ -19,8 +18,16 @@ struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   using Sizes = BackwardSizes<kHeadDim, kHeadDimV>;
   static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
   static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 4,
-                       kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kPBytes;               // dS, then P
-  static constexpr int kFirstColumns = 128, kSecondColumns = Sizes::kDqColumns - kFirstColumns;  // of dQ, by consumer
+                       kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kPBytes;  // dS, then P
+  static constexpr bool kDeterministic = false;
+  // Of dQ, by consumer.
+  static constexpr int kFirstColumn[2] = {0, 128}, kColumns[2] = {128, Sizes::kDqColumns - 128};
+};
+
+// Deterministic mode, a kernel of its own: the key blocks add to a tile of dQ one after the other, each consumer on its own.
+template <typename Shape>
+struct InOrder : Shape {
+  static constexpr bool kDeterministic = true;
 };
 
 template <typename Shape>
@@ -33,67 +40,106 @@ __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& s
   return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
 }
 
-// Named barriers: the first consumer has written P, the second has read it; the second has written dS to a buffer; a consumer's turn has come;
-// all of a consumer's threads are here.
-constexpr int kPFull = 2, kPEmpty = 3;
+// Named barriers: the first consumer has written P; the second has written dS to a buffer, and all of it is there for itself; a consumer's
+// turn has come, and it has added. That P has been read is said by an mbarrier: compute-sanitizer cannot follow a named one that readers
+// arrive at, not even in the example of the PTX ISA ("bar"), and it is not faster.
+constexpr int kPFull = 2, kDsHere = 3;
 __device__ __forceinline__ int wide_ds_full(int stage) { return 4 + stage; }
 __device__ __forceinline__ int turn_has_come(int consumer) { return 6 + consumer; }
-__device__ __forceinline__ int consumer_is_here(int consumer) { return 8 + consumer; }
-constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that waits
+__device__ __forceinline__ int has_added(int consumer) { return 8 + consumer; }
+constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps its order
 
-// Deterministic mode: the key blocks add to a tile of dQ one after the other, each consumer on its own: both pass a turn a block. They wait
-// for blocks that were launched earlier, so that waiting always ends. PERF: a warp of the loader's watches the semaphores while the
-// consumers compute, and a turn is passed on in the step behind it: then what was added has long arrived, and the fence is cheap.
-struct Turns {
-  int32_t* added = nullptr;  // semaphore of the tile that was added to last
-
-  template <typename Shape>
-  static __device__ __forceinline__ void watch(const HfFlash2BackwardParams& params, const BackwardTask& task) {
-    if (!params.deterministic) return;
-    const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-    task.for_each_step([&](uint32_t, int, int query_block, int tile) {
-      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphores + tile, 2 * task.template turn<Shape>(params.forward, query_block));
-      __syncwarp();
-      for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) named_barrier_sync(turn_has_come(consumer), kTurnThreads);
-    });
-  }
-
-  // By every thread of a consumer.
-  template <typename Shape>
-  __device__ __forceinline__ void wait(const HfFlash2BackwardParams& params, int tile) {
-    if (!params.deterministic) return;
-    added = Workspace(params, Shape::kBlockM, Shape::kDqColumns).semaphores + tile;
-    named_barrier_sync(turn_has_come(threadIdx.x / 128), kTurnThreads);
-  }
-  // By every thread of a consumer, after what it added last.
-  __device__ __forceinline__ void pass() const {
-    if (added == nullptr) return;
-    named_barrier_sync(consumer_is_here(threadIdx.x / 128), 128);
-    if (threadIdx.x % 128 != 0) return;
-    __threadfence();  // for all of them, as the barrier came before
-    semaphore_pass(added);
-  }
-};
-
-// Adds columns [first_column, + kColumns) of dQ to global memory.
-template <typename Shape, int kColumns>
-__device__ __forceinline__ void add_query_gradient(const HfFlash2BackwardParams& params, const float (&dq)[kColumns / 8][4],
-                                                   int first_column, int tile) {
+// Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for blocks that were launched
+// earlier, so that waiting always ends. PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k,
+// 16k, % of the default's speed: full 81 78 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they
+// passed turns on a step later.
+template <typename Shape>
+__device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params, const BackwardTask& task, int consumer) {
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  const int thread = threadIdx.x % 128;
-  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + first_column * 64;
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n) reduce_add(columns + (n * 128 + thread / 32 * 32) * 4, thread % 32, dq[n]);
+  const bool elected = threadIdx.x % 32 == 0;
+  task.for_each_step([&](uint32_t, int, int query_block, int tile) {
+    int32_t* semaphore = workspace.semaphore(tile, consumer);
+    if (elected) semaphore_wait(semaphore, task.template turn<Shape>(params.forward, query_block));
+    __syncwarp();
+    named_barrier_sync(turn_has_come(consumer), kTurnThreads);
+    named_barrier_sync(has_added(consumer), kTurnThreads);
+    if (elected) semaphore_pass(semaphore);
+  });
 }
 
-// Calls f(step, query_block, tile, is_first) for every step of a task, counted from `step` on. Returns the one behind the last.
-template <typename F>
-__device__ __forceinline__ uint32_t for_each_wide_step(const BackwardTask& task, uint32_t step, const F& f) {
+// A consumer's columns of dQ, begun: once its dS is there.
+template <typename Shape, typename T, int kConsumer>
+__device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] / 8][4], const BackwardShared<Shape>& shared,
+                                         uint32_t step) {
+  const int stage = step % Shape::kStages;
+  if constexpr (kConsumer == 0)
+    named_barrier_sync(wide_ds_full(stage), Shape::kConsumerThreads);
+  else
+    named_barrier_sync(kDsHere, 128);
+  issue_query_gradient<Shape, T, Shape::kColumns[kConsumer]>(
+      &dq[0][0], wide_ds_buffer(shared, stage), hidden(shared.k()) + Shape::kFirstColumn[kConsumer] / 64 * Shape::kKeyPanelBytes);
+}
+
+// Waits for them and adds them to global memory.
+// PERF: additions that follow each other at once keep the other consumer from shared memory: all of them go through one queue. So the
+// address of each depends on products behind those of the one before, some ten cycles. One H200, d 256 full at 1k, 4k, 16k: 357 439 442 ->
+// 369 476 451 TFLOP/s; half and twice as far apart 464 and 475 at 4k, four times 461; nanosleep in place of the products 460 (where 486).
+template <typename Shape, int kConsumer>
+__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, float (&dq)[Shape::kColumns[kConsumer] / 8][4], int tile) {
+  constexpr int kTiles = Shape::kColumns[kConsumer] / 8;
+  wgmma_wait<0>();
+  wgmma_use<kTiles * 4>(&dq[0][0]);
+  if constexpr (Shape::kDeterministic) named_barrier_sync(turn_has_come(kConsumer), kTurnThreads);
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + Shape::kFirstColumn[kConsumer] * 64 +
+                   threadIdx.x % 128 / 32 * (32 * 4);
+  uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & threadIdx.y;  // blocks have one row of threads, which the compiler does not know
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    reduce_add(columns + n * (128 * 4) + zero, threadIdx.x % 32, dq[n]);
+    for (int i = 0; i < 2; ++i) zero = zero * zero + zero;
+  }
+  if constexpr (Shape::kDeterministic) named_barrier_arrive(has_added(kConsumer), kTurnThreads);
+}
+
+// The end of a step, when its last product has been issued: Q and dO are done with, and under that product comes dQ of the step before, of
+// `last_tile`.
+template <typename Shape, typename T, int kConsumer, bool kFirst>
+__device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, uint32_t step,
+                                            int last_tile) {
+  if constexpr (kFirst) {
+    wgmma_wait<0>();
+    mbarrier_arrive(shared.empty(step % Shape::kStages));
+  } else {
+    float dq[Shape::kColumns[kConsumer] / 8][4];
+    issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
+    wgmma_wait<1>();
+    mbarrier_arrive(shared.empty(step % Shape::kStages));
+    add_dq<Shape, kConsumer>(params, dq, last_tile);
+  }
+}
+
+// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, counted from `step` on, and finishes
+// each. Returns the one behind the last.
+template <typename Shape, typename T, int kConsumer, typename F>
+__device__ __forceinline__ uint32_t for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
+                                                       const BackwardTask& task, uint32_t step, const F& f) {
   if (!task.has_steps()) return step;
   BackwardTask::Step at = task.first();
-  const auto tile = [&] { return task.first_tile + at.head * task.head_tiles + at.query_block; };
-  f(step++, at.query_block, tile(), std::true_type{});
-  while (task.advance(at)) f(step++, at.query_block, tile(), std::false_type{});
+  int last_tile = 0;
+  const auto advance = [&](auto is_first) {
+    const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
+    clear_queries(shared, task, step, at.query_block);
+    f(step, at.query_block);
+    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, step++, last_tile);
+    last_tile = tile;
+  };
+  advance(std::true_type{});
+  while (task.advance(at)) advance(std::false_type{});
+  float dq[Shape::kColumns[kConsumer] / 8][4];
+  issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
+  add_dq<Shape, kConsumer>(params, dq, last_tile);
+  mbarrier_arrive(shared.keys_empty());
   return step;
 }
 
@@ -101,7 +147,7 @@ __device__ __forceinline__ uint32_t for_each_wide_step(const BackwardTask& task,
 template <typename Shape, typename T>
 __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                                    const BackwardTask& task, uint32_t first_step) {
-  constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kFirstColumns;
+  constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   const float scale_log2 = params.forward.softmax_scale * kLog2e;
@@ -109,23 +155,10 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  Turns turns;
-  int last_tile = 0;  // of the step before
-  const auto add_dq = [&](float (&dq)[Shape::kFirstColumns / 8][4]) {
-    wgmma_use<kColumns / 2>(&dq[0][0]);
-    turns.wait<Shape>(params, last_tile);
-    add_query_gradient<Shape, kColumns>(params, dq, 0, last_tile);
-  };
-  const auto issue_dq = [&](float (&dq)[Shape::kFirstColumns / 8][4], uint32_t step) {
-    named_barrier_sync(wide_ds_full(step % kStages), Shape::kConsumerThreads);
-    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, step % kStages), hidden(shared.k()));
-  };
-  const auto advance = [&](uint32_t step, int query_block, int tile, auto is_first) {  // is_first: an integral_constant<bool>
-    constexpr bool kFirst = decltype(is_first)::value;
+  const uint32_t next_step = for_each_wide_step<Shape, T, 0>(params, shared, task, first_step, [&](uint32_t step, int query_block) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float p[kBlockM / 8][4], dq[Shape::kFirstColumns / 8][4];  // dq: of the step before
+    float p[kBlockM / 8][4];
     uint32_t p_rounded[kBlockM / 4];
-    clear_queries(shared, task, step, query_block);
     mbarrier_wait(shared.q_full(stage), parity);
     const RowValues<kBlockM / 8> lse_log2(shared.lse_log2(stage));  // PERF: before the product, which keeps shared memory busy
     issue_scores<Shape, T>(&p[0][0], hidden(shared.k()), shared.q(stage));
@@ -133,36 +166,14 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
     exponentiate(p, lse_log2, scale_log2);
-    named_barrier_sync(kPEmpty, Shape::kConsumerThreads);
+    mbarrier_wait(shared.p_empty(), (step & 1) ^ 1);
 #pragma unroll
     for (int n = 0; n < kBlockM / 8; ++n) store_shared(wide_p_buffer(shared, n), p[n]);
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
     round_tiles<T, kBlockM / 8>(p_rounded, p);
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(stage));
-    if constexpr (kFirst) {
-      wgmma_wait<0>();
-      mbarrier_arrive(shared.empty(stage));
-    } else {
-      turns.pass();
-      issue_dq(dq, step - 1);
-      wgmma_wait<1>();
-      mbarrier_arrive(shared.empty(stage));
-      wgmma_wait<0>();
-      add_dq(dq);
-    }
-    last_tile = tile;
-  };
-  const uint32_t next_step = for_each_wide_step(task, first_step, advance);
-  if (task.has_steps()) {
-    float dq[Shape::kFirstColumns / 8][4];
-    turns.pass();
-    issue_dq(dq, next_step - 1);
-    wgmma_wait<0>();
-    add_dq(dq);
-  }
-  turns.pass();
-  if (task.has_steps()) mbarrier_arrive(shared.keys_empty());
+  });
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
   store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kHeadDim, dv, task, lane.key, params.forward.head_dim_v);
   return next_step;
@@ -172,29 +183,16 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
 template <typename Shape, typename T>
 __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
                                                  const BackwardTask& task, uint32_t first_step) {
-  constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages, kColumns = Shape::kSecondColumns;
+  constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   float dk[kHeadDim / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  Turns turns;
-  int last_tile = 0;  // of the step before
-  const auto add_dq = [&](float (&dq)[Shape::kSecondColumns / 8][4]) {
-    wgmma_use<kColumns / 2>(&dq[0][0]);
-    turns.wait<Shape>(params, last_tile);
-    add_query_gradient<Shape, kColumns>(params, dq, Shape::kFirstColumns, last_tile);
-  };
-  const auto issue_dq = [&](float (&dq)[Shape::kSecondColumns / 8][4], uint32_t step) {
-    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, step % kStages),
-                                             hidden(shared.k()) + Shape::kFirstColumns / 64 * Shape::kKeyPanelBytes);
-  };
-  const auto advance = [&](uint32_t step, int query_block, int tile, auto is_first) {
-    constexpr bool kFirst = decltype(is_first)::value;
+  const uint32_t next_step = for_each_wide_step<Shape, T, 1>(params, shared, task, first_step, [&](uint32_t step, int) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float ds[kBlockM / 8][4], dq[Shape::kSecondColumns / 8][4];
+    float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
-    clear_queries(shared, task, step, query_block);
     mbarrier_wait(shared.dout_full(stage), parity);
     issue_scores<Shape, T, Shape::kHeadDimV>(&ds[0][0], hidden(shared.v()), shared.dout(stage));
     named_barrier_sync(kPFull, Shape::kConsumerThreads);
@@ -206,37 +204,14 @@ __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& argume
       const float p[1][4] = {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
       differentiate(ds + n, p, RowValues<1>(shared.delta(stage) + n * 32));
     }
-    named_barrier_arrive(kPEmpty, Shape::kConsumerThreads);  // reads before an arrival are done when the barrier completes (PTX ISA)
+    mbarrier_arrive(shared.p_empty());
     round_tiles<T, kBlockM / 8>(ds_rounded, ds);
     // Two buffers of dS: the first had multiplied with this one before it wrote this P.
     store_panels<Shape::kScorePanelBytes, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
     named_barrier_arrive(wide_ds_full(stage), Shape::kConsumerThreads);
     mbarrier_wait(shared.q_full(stage), parity);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
-    if constexpr (kFirst) {
-      wgmma_wait<0>();
-      mbarrier_arrive(shared.empty(stage));
-    } else {
-      turns.pass();
-      issue_dq(dq, step - 1);
-      wgmma_wait<1>();
-      mbarrier_arrive(shared.empty(stage));
-      wgmma_wait<0>();
-      add_dq(dq);
-    }
-    named_barrier_sync(consumer_is_here(1), 128);  // all of dS is there
-    last_tile = tile;
-  };
-  const uint32_t next_step = for_each_wide_step(task, first_step, advance);
-  if (task.has_steps()) {
-    float dq[Shape::kSecondColumns / 8][4];
-    turns.pass();
-    issue_dq(dq, next_step - 1);
-    wgmma_wait<0>();
-    add_dq(dq);
-  }
-  turns.pass();
-  if (task.has_steps()) mbarrier_arrive(shared.keys_empty());
+  });
   wgmma_use<kHeadDim / 2>(&dk[0][0]);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
@@ -249,40 +224,31 @@ template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  const bool loads = threadIdx.x == Shape::kConsumerThreads, watches = threadIdx.x / 32 == Shape::kConsumerThreads / 32 + 1;
-  // Arrivals and waits of every barrier match.
-  const auto begin_computing = [] {
-    if (threadIdx.x >= 128) named_barrier_arrive(kPEmpty, Shape::kConsumerThreads);
-  };
-  const auto end_computing = [] {
-    if (threadIdx.x < 128) named_barrier_sync(kPEmpty, Shape::kConsumerThreads);
-  };
+  const int warp = threadIdx.x / 32 - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
+  const bool loads = threadIdx.x == Shape::kConsumerThreads, keeps_order = Shape::kDeterministic && (warp == 1 || warp == 2);
   const auto compute = [&](const BackwardTask& task, uint32_t step, uint32_t keys_parity) {
     if (task.has_steps()) wait_for_keys(shared, task, keys_parity);
-    // PERF: by warpgroup_index(), d 256 is 8 % slower.
-    const bool first = Shape::kTakesTasks ? warpgroup_index() == 0 : threadIdx.x < 128;
-    return first ? compute_values<Shape, T>(arguments, shared, task, step) : compute_keys<Shape, T>(arguments, shared, task, step);
+    return warpgroup_index() == 0 ? compute_values<Shape, T>(arguments, shared, task, step)
+                                  : compute_keys<Shape, T>(arguments, shared, task, step);
   };
   let_next_kernel_begin();
 
   if constexpr (Shape::kTakesTasks) {
-    shared.make_barriers(1);
+    shared.make_barriers(Shape::kDeterministic ? 2 : 0);
     if (threadIdx.x >= Shape::kConsumerThreads) {
       give_registers<Shape::kLoaderRegisters>();
       if (loads) load_tasks<Shape>(arguments, shared);
-      if (watches) {
+      if (keeps_order) {
         wait_for_kernel_before();  // it clears the semaphores
-        for_each_task(arguments, shared, [&](const BackwardTask& task) { Turns::watch<Shape>(arguments.params, task); });
+        for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();
       uint32_t step = 0, key_blocks = 0;
-      begin_computing();
       for_each_task(arguments, shared, [&](const BackwardTask& task) {
         step = compute(task, step, key_blocks & 1);
         key_blocks += task.has_steps();
       });
-      end_computing();
     }
   } else {
     const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
@@ -292,15 +258,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
       give_registers<Shape::kLoaderRegisters>();
       if (loads && !task.has_steps()) wait_for_kernel_before();
       if (loads) Loader<Shape>{arguments, shared}.load(task);
-      if (watches) {
+      if (keeps_order) {
         wait_for_kernel_before();
-        Turns::watch<Shape>(arguments.params, task);
+        keep_order<Shape>(arguments.params, task, warp - 1);
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();
-      begin_computing();
       compute(task, 0, 0);
-      end_computing();
     }
   }
 }
