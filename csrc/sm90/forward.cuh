@@ -9,6 +9,9 @@
 // small, one consumer computes, and several thread blocks share a multiprocessor.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 // Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together.
+// PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
+// halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560 670
+// TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
 #pragma once
 #include "attention/softmax.cuh"
 #include "device/bulk_copy.cuh"
