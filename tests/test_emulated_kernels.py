@@ -199,12 +199,17 @@ def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int)
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 
 
+def record_workspaces(direction: str, library, monkeypatch) -> list[int]:
+    """The sizes of scratch that forwards or backwards will ask for in this test, in bytes, one after another."""
+    asked, name = [], f"hf_flash2_{direction}_workspace_bytes"
+    ask = getattr(library, name)
+    monkeypatch.setattr(library, name, lambda *call: asked.append(ask(*call)) or asked[-1])
+    return asked
+
+
 @pytest.fixture
 def backward_workspaces(library, monkeypatch) -> list[int]:
-    """The sizes of scratch that backwards ask for in this test, in bytes."""
-    asked, ask = [], library.hf_flash2_backward_workspace_bytes
-    monkeypatch.setattr(library, "hf_flash2_backward_workspace_bytes", lambda *call: asked.append(ask(*call)) or asked[-1])
-    return asked
+    return record_workspaces("backward", library, monkeypatch)
 
 
 SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors
@@ -302,16 +307,8 @@ def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeyp
 
 
 @pytest.fixture
-def forward_workspaces(library, monkeypatch):
-    """How many bytes of scratch the forwards of this test asked for, one after another."""
-    asked, ask = [], library.hf_flash2_forward_workspace_bytes
-
-    def recorded(params: bytes, addresses: bytes) -> int:
-        asked.append(ask(params, addresses))
-        return asked[-1]
-
-    monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", recorded)
-    return asked
+def forward_workspaces(library, monkeypatch) -> list[int]:
+    return record_workspaces("forward", library, monkeypatch)
 
 
 @pytest.fixture
