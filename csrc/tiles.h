@@ -115,6 +115,8 @@ namespace hf_flash2::sm90 {
 // At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
 // 609 -> 619.
 enum class TileSize { kSmall, kLarge };
+template <int kHeadDim>
+constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;
 
 template <int kHeadDim, TileSize kSize = TileSize::kLarge, int kHeadDimV = kHeadDim>
 struct ForwardTile;

@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   let_next_kernel_begin();
 
   if constexpr (Shape::kTakesTasks) {
-    shared.make_barriers(Shape::kDeterministic ? 2 : 0);
+    shared.make_barriers(Shape::kDeterministic ? Shape::kConsumers : 0);
     if (threadIdx.x >= Shape::kConsumerThreads) {
       give_registers<Shape::kLoaderRegisters>();
       if (loads) load_tasks<Shape>(arguments, shared);

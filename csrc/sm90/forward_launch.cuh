@@ -160,24 +160,21 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   if (splits > 1) launch_combine<Shape, T>(params, splits);
 }
 
-// See tiles.h.
+// Of head dims that have small tiles, see tiles.h.
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   constexpr int kShort = 2048;
   const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
   const bool few_tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch <= multiprocessors(params.device);
-  const bool small = kHeadDim == 64    ? short_triangle || few_queries
-                     : kHeadDim == 128 ? few_tiles || few_queries
-                     : kHeadDim == 256 ? short_triangle
-                                       : false;
+  const bool small = kHeadDim == 64 ? short_triangle || few_queries : kHeadDim == 128 ? few_tiles || few_queries : short_triangle;
   return small ? TileSize::kSmall : TileSize::kLarge;
 }
 
 // Calls f(shape) with the tiles for this call.
 template <int kHeadDim, typename F>
 auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
-  if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
+  if constexpr (kForwardHasSmall<kHeadDim>) {
     if (choose_tile_size<kHeadDim>(params) == TileSize::kSmall) return f(ForwardShape<kHeadDim, TileSize::kSmall>{});
   }
   if constexpr (kHeadDim == 192) {
