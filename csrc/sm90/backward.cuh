@@ -74,7 +74,7 @@ template <typename Shape>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  const bool elected = threadIdx.x % 32 == 0;
+  const bool elected = elect_one();
   int32_t* written = nullptr;  // semaphore of the tile of the step before, if others wait for what was written there
   const auto pass_turn = [&] {
     if (written == nullptr) return;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) {
       __syncwarp();
       named_barrier_sync(dq_full(consumer), kDqThreads);
-      if (elected) {
+      if (elect_one()) {
         float* piece = dq + consumer * Shape::kDqPieceFloats;
         if (first)
           bulk_store(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
@@ -267,13 +267,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   shared.make_barriers(arguments.params.deterministic ? 2 : 1);
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
-    const int warp = threadIdx.x / 32 - Shape::kConsumerThreads / 32;
-    if (threadIdx.x == Shape::kConsumerThreads)
-      load_tasks<Shape>(arguments, shared);
-    else if (warp == 1)
+    const int warp = warp_index() - Shape::kConsumerThreads / 32;
+    if (warp == 0) {
+      if (elect_one()) load_tasks<Shape>(arguments, shared);
+    } else if (warp == 1) {
       add_query_gradients<Shape>(arguments, shared);
-    else if (warp == 2 && arguments.params.deterministic)
+    } else if (warp == 2 && arguments.params.deterministic) {
       watch_turns<Shape>(arguments, shared);
+    }
   } else {
     take_registers<Shape::kConsumerRegisters>();
     uint32_t step = 0, key_blocks = 0;

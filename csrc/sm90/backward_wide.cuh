@@ -224,8 +224,8 @@ template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  const int warp = threadIdx.x / 32 - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
-  const bool loads = threadIdx.x == Shape::kConsumerThreads, keeps_order = Shape::kDeterministic && (warp == 1 || warp == 2);
+  const int warp = warp_index() - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
+  const bool keeps_order = Shape::kDeterministic && (warp == 1 || warp == 2);
   const auto compute = [&](const BackwardTask& task, uint32_t step, uint32_t keys_parity) {
     if (task.has_steps()) wait_for_keys(shared, task, keys_parity);
     return warpgroup_index() == 0 ? compute_values<Shape, T>(arguments, shared, task, step)
@@ -237,8 +237,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
     shared.make_barriers(Shape::kDeterministic ? Shape::kConsumers : 0);
     if (threadIdx.x >= Shape::kConsumerThreads) {
       give_registers<Shape::kLoaderRegisters>();
-      if (loads) load_tasks<Shape>(arguments, shared);
-      if (keeps_order) {
+      if (warp == 0) {
+        if (elect_one()) load_tasks<Shape>(arguments, shared);
+      } else if (keeps_order) {
         wait_for_kernel_before();  // it clears the semaphores
         for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
       }
@@ -256,9 +257,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
     shared.make_barriers();
     if (threadIdx.x >= Shape::kConsumerThreads) {
       give_registers<Shape::kLoaderRegisters>();
-      if (loads && !task.has_steps()) wait_for_kernel_before();
-      if (loads) Loader<Shape>{arguments, shared}.load(task);
-      if (keeps_order) {
+      if (warp == 0) {
+        if (!task.has_steps()) wait_for_kernel_before();
+        if (elect_one()) Loader<Shape>{arguments, shared}.load(task);
+      } else if (keeps_order) {
         wait_for_kernel_before();
         keep_order<Shape>(arguments.params, task, warp - 1);
       }

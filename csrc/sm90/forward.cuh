@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
   __syncthreads();
   if (threadIdx.x >= Shape::kConsumers * 128) {
     give_registers<Shape::kLoaderRegisters>();
-    if (threadIdx.x == Shape::kConsumers * 128) load_tiles<Shape>(arguments, shared);
+    if (warp_index() == Shape::kConsumers * 4 && elect_one()) load_tiles<Shape>(arguments, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     compute_tiles<Shape, T>(arguments, shared);

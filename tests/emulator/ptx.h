@@ -46,6 +46,7 @@ template <typename A, typename B>
 void setp_ne_b32(bool& predicate, A a, B b) {
   predicate = a != b;
 }
+inline void selp_b32(uint32_t& d, uint32_t a, uint32_t b, bool predicate) { d = predicate ? a : b; }
 inline void cvt_rn_bf16x2_f32(uint32_t& packed, float high, float low) {
   packed = static_cast<uint32_t>(to_bfloat16(high)) << 16 | to_bfloat16(low);
 }
