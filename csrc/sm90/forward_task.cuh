@@ -100,17 +100,21 @@ struct CountedTiles {
   }
 };
 
-// Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share.
-template <typename F>
+// Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share, one of every round over the thread blocks.
+// kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else have
+// all of the last tiles of heads, which may be less work.
+template <bool kStepOn, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
   const int units = scheduler.units() * arguments.splits.divisor;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  int place = blockIdx.x;
+  for (int unit = place; unit < units; unit += kStepOn && place == 0 ? 1 : kStepOn ? gridDim.x + 1 : gridDim.x) {
     for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
       int query_block, batch_head;
       if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
         f(query_block, batch_head, arguments.splits.remainder(unit));
     }
+    if (++place == gridDim.x) place = 0;
   }
 }
 
