@@ -48,6 +48,14 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m,
   return splits;
 }
 
+// Query heads whose Q, dO and dQ stay in L2.
+template <typename Shape>
+int heads_that_fit(const HfFlash2ForwardParams& params) {
+  constexpr int64_t kBytes = 32 << 20, kMost = 16;
+  const int64_t bytes_of_row = 2 * params.head_dim + 2 * params.head_dim_v + 4 * Shape::kDqColumns;
+  return static_cast<int>(std::min(kMost, kBytes / std::max<int64_t>(1, params.max_seqlen_q * bytes_of_row)));
+}
+
 // What is decided from shapes alone.
 struct BackwardPlan {
   int splits;          // of a group's query heads
@@ -85,8 +93,10 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   arguments.params = params;
 
   // A key block a thread block. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
-  // the L2 holds. PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. More where these make less than a task for
-  // every multiprocessor: then tasks of other groups run beside them anyway, and the long ones of the last would start too late.
+  // the L2 holds, 16 at most. More where these make less than a task for every multiprocessor: then tasks of other groups run beside them
+  // anyway, and the long ones of the last would start too late.
+  // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
+  // -> 442 491 524, d 128 511 556 574 -> 515 561 579, d 192/128 436 446 460 -> 459 488 499, d 256 at 8k, 16k 384 422 -> 403 433.
   // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by
   // themselves. Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at
   // once, nobody waits.
@@ -97,7 +107,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const auto heads_of_rounds = [&](int n) { return std::max(1, n * multiprocessors(forward.device) / std::max(1, key_blocks)); };
-  int heads_at_once = std::max(16 * parts / forward.heads_q, heads_of_rounds(1));
+  int heads_at_once = std::max(heads_that_fit<Shape>(forward) * parts / forward.heads_q, heads_of_rounds(1));
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     heads_at_once = heads_of_rounds(forward.window_right < 0 && Shape::kHeadDim != 128 ? 2 : 1);
