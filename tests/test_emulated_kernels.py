@@ -359,6 +359,7 @@ CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
     "a window": (((8, 1), 1, 64 * 128, 1, (511, 0)), 9),
     "a part of a prompt": (((2, 2), 256, 32 * 128, 1, (-1, 0)), 2),
     "a short prompt": (((2, 2), 512, 512, 1, (-1, 0)), 1),
+    "a short prompt, fewer tiles than multiprocessors": (((1, 1), 256, 256, 1, (-1, 0)), 1),
     "a causal prompt, more tiles than multiprocessors": (((3, 3), 1024, 8192, 1, (-1, 0)), 1),
     "the same with all keys": (((3, 3), 1024, 8192, 1, (-1, -1)), 2),
     "no queries": (((8, 1), 0, 64 * 128, 1, (-1, 0)), 1),

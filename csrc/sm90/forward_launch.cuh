@@ -23,8 +23,8 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
 // tiles), the constants are of an H200. A round over the multiprocessors takes those of one share, and kTileTime for its beginning and end;
 // longer where two thirds of the multiprocessors read keys of their own, which is all that the memory gives. The second kernel takes
 // kCombineTime, and one more for every kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a
-// causal mask the tiles of a head are unequal: without splits they go in pairs, and with splits they make no rounds: one, with all of them in
-// it, may do.
+// causal mask the tiles of a head are unequal: without splits they go in pairs where there are more than multiprocessors, and with splits they
+// make no rounds: one, with all of them in it, may do.
 inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
                          int multiprocessors) {
   constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
@@ -36,8 +36,8 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
     return rounds * (share * block_time * std::max(1.0, reading) + kTileTime);
   };
   int splits = 1;
-  double least = unequal ? (key_blocks + ceil_div(key_blocks, query_blocks)) * block_time + 2 * kTileTime
-                         : time_of_rounds(ceil_div(tiles, multiprocessors), key_blocks, tiles);
+  double least = unequal && tiles > multiprocessors ? (key_blocks + ceil_div(key_blocks, query_blocks)) * block_time + 2 * kTileTime
+                                                    : time_of_rounds(ceil_div(tiles, multiprocessors), key_blocks, tiles);
   least *= 0.9;
   for (int rounds = 1; rounds <= (unequal ? 1 : kMostRounds); ++rounds) {
     const int64_t most = std::min<int64_t>(rounds * multiprocessors / tiles, key_blocks);
