@@ -18,6 +18,7 @@ typedef struct HfFlash2Tensor {
 //   cu_seqlens != null                 packed: tokens cu_seqlens[b] .. cu_seqlens[b + 1]          int32 [B + 1]
 //   ranges != null                     dense with padding: tokens ranges[b] .. + ranges[B + b]    int32 [2, B] (start, length)
 //   both null                          dense: tokens 0 .. max_seqlen
+// Rows of a result outside of every range are written, too: zeros, and +inf in softmax_lse.
 typedef struct HfFlash2Sequences {
   const int32_t* cu_seqlens;
   const int32_t* ranges;

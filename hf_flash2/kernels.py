@@ -39,7 +39,7 @@ class Layout:
     of that is an error.
     """
 
-    __slots__ = ("_backwards", "_device", "_forward", "_gaps", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
+    __slots__ = ("_backwards", "_device", "_forward", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class Layout:
         self._library = native.library()
         self._strides = (q.stride(), k.stride(), v.stride())
         self._numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
-        self._gaps = _has_gaps(seqlens_q), _has_gaps(seqlens_k)
         *batch, tokens_q, heads_q, head_dim = q.shape
         tokens_k, heads_k, head_dim_v = v.shape[-3:]
         # PERF: empty_like of a tensor takes the host half the time of empty with shape, dtype and device.
@@ -94,10 +93,7 @@ class Layout:
         """
         params, workspace_like = self._forward
         out_like, lse_like = self._outputs
-        if self._gaps[0]:
-            out, softmax_lse = torch.zeros_like(out_like), torch.full_like(lse_like, float("inf"))
-        else:
-            out, softmax_lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        out, softmax_lse = torch.empty_like(out_like), torch.empty_like(lse_like)
         workspace = None if workspace_like is None else torch.empty_like(workspace_like)
         addresses = _FORWARD_ADDRESSES.pack(
             _current_stream(self._device), 0 if workspace is None else workspace.data_ptr(),
@@ -137,8 +133,7 @@ class Layout:
             dout = dout.contiguous()
         dout = _aligned(readable(dout))
         dlse = None if dlse is None else dlse.contiguous()
-        new = [torch.zeros_like if gaps else torch.empty_like for gaps in self._gaps]
-        dq, dk, dv = (create(like) for create, like in zip((new[0], new[1], new[1]), self._gradients, strict=True))
+        dq, dk, dv = map(torch.empty_like, self._gradients)
         addresses = (
             _current_stream(self._device), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
             *self._sequence_addresses(*sequences), dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), _address(dlse),
@@ -247,11 +242,6 @@ def _free(x: torch.Tensor) -> torch.Tensor:
     """x, with its memory and that of its views given back: all that is left to do with them is to make tensors like them."""
     x.untyped_storage().resize_(0)
     return x
-
-
-def _has_gaps(seqlens: torch.Tensor | None) -> bool:
-    """Ranges leave rows that no sequence covers; those rows of a result are zero (lse: +inf)."""
-    return seqlens is not None and seqlens.dim() == 2
 
 
 def _operand(x: torch.Tensor) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import compare, peek_rng_state
 
-from hf_flash2 import flash_attn_func, functional, kernels, last_backend, native, ops
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, functional, kernels, last_backend, native, ops
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -72,6 +72,19 @@ def test_forward_and_backward(family, case, emulate):
     keep = sample.dropout_keep(peek_rng_state(CPU, seed=7)) if case.dropout_p else None
     order = zlib.crc32(case.id.encode())
     check(emulate(family, sample, seed=order % 5, resident=1 + order % 3), sample, keep)
+
+
+@pytest.mark.parametrize(("queries", "keys"), ((5, 0), (0, 5)))
+def test_ranges_of_no_tokens(queries, keys, library, monkeypatch):
+    """Where one side has no rows at all, those of the other are padding, and still written."""
+    q, k, v = (torch.randn(2, length, 2, 64).to(torch.bfloat16).requires_grad_() for length in (queries, keys, keys))
+    empty = torch.zeros(2, 2, dtype=torch.int32)
+    with emulated.running(monkeypatch, library):
+        out, lse, _ = flash_attn_ranges_func(q, k, v, empty, empty, return_attn_probs=True)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert lse.eq(float("inf")).all() and lse.shape == (2, 2, queries)
+    assert [x.shape for x in (out, *gradients)] == [x.shape for x in (q, q, k, v)]
+    assert not any(x.any() for x in (out, *gradients))
 
 
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))

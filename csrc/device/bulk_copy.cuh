@@ -13,7 +13,7 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
 }
 
 // Copies `bytes` from shared to global memory. Joins the group that bulk_commit() closes.
-__device__ __forceinline__ void bulk_store(float* destination, uint32_t source, uint32_t bytes) {
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
 }
 

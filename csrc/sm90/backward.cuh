@@ -274,6 +274,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
       add_query_gradients<Shape>(arguments, shared);
     } else if (warp == 2 && arguments.params.deterministic) {
       watch_turns<Shape>(arguments, shared);
+    } else if (warp == 3) {
+      clear_gradient_gaps(arguments.params, shared);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();

@@ -14,6 +14,7 @@
 #include "device/shared_memory.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "sm90/clear_gaps.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/scheduler.h"
 #include "sm90/store.cuh"
@@ -199,7 +200,7 @@ template <typename Shape>
 struct BackwardShared {
   static constexpr int kStages = Shape::kStages, kBarriers = 5 + 3 * kStages;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
-                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
+                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes + kZeroBytes +
                                 BackwardTask::kBytes + kBarriers * 8;
   uint32_t base;
 
@@ -210,7 +211,8 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
-  __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
+  __device__ __forceinline__ uint32_t zeros() const { return lse_log2(2 * kStages); }  // clear_gaps.cuh
+  __device__ __forceinline__ uint32_t task() const { return zeros() + kZeroBytes; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task() + BackwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
@@ -241,6 +243,12 @@ struct BackwardShared {
     __syncthreads();
   }
 };
+
+// By a warp that has nothing else to do.
+template <typename Shape>
+__device__ __forceinline__ void clear_gradient_gaps(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared) {
+  clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_backward_gap(params, blockIdx.x, gridDim.x, clear); });
+}
 
 // The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
 // before; for its end the consumers wait through them, too.

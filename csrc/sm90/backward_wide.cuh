@@ -242,6 +242,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
       } else if (keeps_order) {
         wait_for_kernel_before();  // it clears the semaphores
         for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
+      } else if (warp == 3) {
+        clear_gradient_gaps(arguments.params, shared);
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();
@@ -253,7 +255,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
     }
   } else {
     const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
-    if (task.key_block * Shape::kBlockN >= task.k.length) return wait_for_kernel_before();
+    if (task.key_block * Shape::kBlockN >= task.k.length) {
+      if (warp == 3) clear_gradient_gaps(arguments.params, shared);
+      return wait_for_kernel_before();
+    }
     shared.make_barriers();
     if (threadIdx.x >= Shape::kConsumerThreads) {
       give_registers<Shape::kLoaderRegisters>();
@@ -263,6 +268,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
       } else if (keeps_order) {
         wait_for_kernel_before();
         keep_order<Shape>(arguments.params, task, warp - 1);
+      } else if (warp == 3) {
+        clear_gradient_gaps(arguments.params, shared);
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();

@@ -18,6 +18,7 @@
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "sm90/clear_gaps.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/combine.cuh"
 #include "sm90/forward_task.cuh"
@@ -45,7 +46,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // at 512 and 64 at 1k. One H200, d 64 full, TFLOP/s: 390 450 -> 410 471. With 128 rows, in the same form, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesIdleRows = Tile::kConsumers == 3;
   static constexpr int kSharedBytes =
-      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
+      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + kZeroBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -62,7 +63,8 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
   __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
-  __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
+  __device__ __forceinline__ uint32_t zeros() const { return out(0) + Shape::kOutBytes; }                // clear_gaps.cuh
+  __device__ __forceinline__ uint32_t task(int tile) const { return zeros() + kZeroBytes + tile % 2 * ForwardTask::kBytes; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
@@ -337,7 +339,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
   __syncthreads();
   if (threadIdx.x >= Shape::kConsumers * 128) {
     give_registers<Shape::kLoaderRegisters>();
-    if (warp_index() == Shape::kConsumers * 4 && elect_one()) load_tiles<Shape>(arguments, shared);
+    const HfFlash2ForwardParams& params = arguments.params;
+    const int warp = warp_index() - Shape::kConsumers * 4;
+    if (warp == 0) {
+      if (elect_one()) load_tiles<Shape>(arguments, shared);
+    } else if (warp == 1) {
+      clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
+    } else if (warp == 2) {
+      fill_lse_gaps(params, blockIdx.x, gridDim.x);
+    }
   } else {
     take_registers<Shape::kConsumerRegisters>();
     compute_tiles<Shape, T>(arguments, shared);

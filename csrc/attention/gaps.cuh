@@ -1,0 +1,58 @@
+// Rows of results that no sequence covers, where ranges leave some: zeros, +inf in lse. Only the device knows which they are. On Hopper, warps
+// that have nothing else to do fill them (sm90/clear_gaps.cuh), elsewhere a kernel of its own (sm80/clear_gaps.cuh).
+#pragma once
+#include <math.h>
+
+#include "attention/sequence.cuh"
+
+namespace hf_flash2 {
+
+// Calls clear(tensor, batch, begin, end, heads, columns) for rows [begin, end) of a batch entry of `tensor`, [B, tokens, heads, columns], until
+// it has been called for all that fall to worker `worker` of `workers`.
+template <typename F>
+__device__ __forceinline__ void for_each_gap(const HfFlash2Tensor& tensor, const HfFlash2Sequences& sequences, int batch_size, int tokens,
+                                             int heads, int columns, int worker, int workers, const F& clear) {
+  constexpr int kTokens = 16;  // for each look at a range
+  const int parts = (tokens + kTokens - 1) / kTokens;
+  for (int part = worker; part < batch_size * parts; part += workers) {
+    const int batch = part / parts, begin = (part - batch * parts) * kTokens, end = min(begin + kTokens, tokens);
+    const Sequence sequence = find_sequence(sequences, batch_size, batch, tokens);
+    if (begin < sequence.start) clear(tensor, batch, begin, min(end, sequence.start), heads, columns);
+    if (end > sequence.start + sequence.length) clear(tensor, batch, max(begin, sequence.start + sequence.length), end, heads, columns);
+  }
+}
+
+// Of a forward: out.
+template <typename F>
+__device__ __forceinline__ void for_each_forward_gap(const HfFlash2ForwardParams& params, int worker, int workers, const F& clear) {
+  if (params.sequences_q.ranges == nullptr) return;
+  for_each_gap(params.out, params.sequences_q, params.batch, params.max_seqlen_q, params.heads_q, params.head_dim_v, worker, workers,
+               clear);
+}
+
+// Of a backward: dq, dk and dv.
+template <typename F>
+__device__ __forceinline__ void for_each_backward_gap(const HfFlash2BackwardParams& params, int worker, int workers, const F& clear) {
+  const HfFlash2ForwardParams& forward = params.forward;
+  const HfFlash2Sequences &q = forward.sequences_q, &k = forward.sequences_k;
+  if (q.ranges != nullptr)
+    for_each_gap(params.dq, q, forward.batch, forward.max_seqlen_q, forward.heads_q, forward.head_dim, worker, workers, clear);
+  if (k.ranges == nullptr) return;
+  for_each_gap(params.dk, k, forward.batch, forward.max_seqlen_k, forward.heads_k, forward.head_dim, worker, workers, clear);
+  for_each_gap(params.dv, k, forward.batch, forward.max_seqlen_k, forward.heads_k, forward.head_dim_v, worker, workers, clear);
+}
+
+// +inf in lse, by warp `worker` of `workers`.
+__device__ __forceinline__ void fill_lse_gaps(const HfFlash2ForwardParams& params, int worker, int workers) {
+  if (params.sequences_q.ranges == nullptr) return;
+  const int tokens = params.max_seqlen_q;
+  for (int i = worker; i < params.batch * params.heads_q; i += workers) {
+    const int batch = i / params.heads_q, head = i - batch * params.heads_q;
+    const Sequence sequence = find_sequence(params.sequences_q, params.batch, batch, tokens);
+    float* lse = params.softmax_lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
+    for (int token = threadIdx.x % 32; token < tokens; token += 32)
+      if (token < sequence.start || token >= sequence.start + sequence.length) lse[token] = INFINITY;
+  }
+}
+
+}  // namespace hf_flash2
