@@ -101,8 +101,6 @@ def test_forward_params(name, library):
         out, lse, family = layout.forward(*tensors, sequences)
         assert family == 80 and out.is_contiguous() and lse.is_contiguous()
         assert plain(Forward.from_buffer_copy(library.calls[call])) == expected_forward(*tensors, out, lse, **others)
-    gaps = "seqlens_q" in others and sequences[0].dim() == 2
-    assert not gaps or (not out.any() and lse.eq(float("inf")).all())
 
 
 @pytest.mark.parametrize("name", CALLS)
