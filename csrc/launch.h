@@ -42,14 +42,16 @@ bool has_code_for_current_device();
 // When a kernel begins: after the one before it in the stream has ended, or while that still runs (grid_dependency.cuh). From sm_90 on.
 enum class Start { kInOrder, kEarly };
 
-// One-dimensional launch of kernel(params); does nothing for an empty grid.
+// One-dimensional launch of kernel(params); does nothing for an empty grid. most_shared_bytes: of all launches of a kernel, where they differ.
 template <auto kKernel, typename Params>
 void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name,
-            Start start = Start::kInOrder) {
+            Start start = Start::kInOrder, int most_shared_bytes = 0) {
   static std::atomic<uint64_t> shared_memory_allowed{0};
   if (blocks == 0) return;
   if (blocks > INT32_MAX) throw LaunchError(kErrorArgument, std::string(name) + ": batch * heads * sequence blocks exceeds 2^31");
-  if (shared_bytes > 48 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kKernel), shared_bytes, device, shared_memory_allowed);
+  most_shared_bytes = std::max(most_shared_bytes, shared_bytes);
+  if (most_shared_bytes > 48 * 1024)
+    allow_shared_memory(reinterpret_cast<const void*>(kKernel), most_shared_bytes, device, shared_memory_allowed);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -100,8 +100,9 @@ struct BackwardTile<256, TileVariant::kSmall> {
 namespace hf_flash2::sm90 {
 
 // Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers D' + kStages N (D' + Dv'))
-// * 2 bytes and 1 KB of zeros, of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64. Accumulator registers of a consumer thread: S = N / 2,
-// P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as in multi-head latent attention.
+// * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64; and 1 KB of zeros in padded batches. Accumulator
+// registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as
+// in multi-head latent attention.
 // kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
 // kStoreTiles: O has shared memory of its own, 128 kConsumers Dv' bytes more, and the copy engine writes it; elsewhere nothing is left.
 // TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles.
@@ -168,7 +169,7 @@ struct ForwardTile<256, TileSize::kSmall> {
 
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:
 // (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and in fp32 4 M D' for dQ on its way out (to d 128) or 4 M N for P
-// (above), and 1 KB of zeros: 195, 194, 194, 178 and 226 KB; 154 KB at d 192 with 128 of V.
+// (above): 194, 193, 193, 177 and 225 KB; 153 KB at d 192 with 128 of V. And 1 KB of zeros in padded batches.
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
 // d 64 and 128; dQ takes the place of S. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 64 of dQ: 224 at d 256.

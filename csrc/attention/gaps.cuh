@@ -7,6 +7,12 @@
 
 namespace hf_flash2 {
 
+// Whether there may be such rows.
+__host__ __device__ inline bool may_have_gaps(const HfFlash2ForwardParams& params) { return params.sequences_q.ranges != nullptr; }
+__host__ __device__ inline bool may_have_gaps(const HfFlash2BackwardParams& params) {
+  return params.forward.sequences_q.ranges != nullptr || params.forward.sequences_k.ranges != nullptr;
+}
+
 // Calls clear(tensor, batch, begin, end, heads, columns) for rows [begin, end) of a batch entry of `tensor`, [B, tokens, heads, columns], until
 // it has been called for all that fall to worker `worker` of `workers`.
 template <typename F>
@@ -25,7 +31,6 @@ __device__ __forceinline__ void for_each_gap(const HfFlash2Tensor& tensor, const
 // Of a forward: out.
 template <typename F>
 __device__ __forceinline__ void for_each_forward_gap(const HfFlash2ForwardParams& params, int worker, int workers, const F& clear) {
-  if (params.sequences_q.ranges == nullptr) return;
   for_each_gap(params.out, params.sequences_q, params.batch, params.max_seqlen_q, params.heads_q, params.head_dim_v, worker, workers,
                clear);
 }
@@ -44,7 +49,6 @@ __device__ __forceinline__ void for_each_backward_gap(const HfFlash2BackwardPara
 
 // +inf in lse, by warp `worker` of `workers`.
 __device__ __forceinline__ void fill_lse_gaps(const HfFlash2ForwardParams& params, int worker, int workers) {
-  if (params.sequences_q.ranges == nullptr) return;
   const int tokens = params.max_seqlen_q;
   for (int i = worker; i < params.batch * params.heads_q; i += workers) {
     const int batch = i / params.heads_q, head = i - batch * params.heads_q;

@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kClearThreads) clear_gaps_kernel(const __grid_
   clear_gaps(params, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
 }
 
-// Launches it where there are ranges. `forward`: params, or those of its forward.
+// Launches it where there may be some. `forward`: params, or those of its forward.
 template <int kHeadDim, typename T, typename Params>
 void launch_clear_gaps(const Params& params, const HfFlash2ForwardParams& forward) {
-  if (forward.sequences_q.ranges == nullptr && forward.sequences_k.ranges == nullptr) return;
+  if (!may_have_gaps(params)) return;
   launch<clear_gaps_kernel<kHeadDim, T, Params>>(params, 4 * multiprocessors(forward.device), kClearThreads, 0, forward.device,
                                                  forward.stream, "attention, gaps");
 }

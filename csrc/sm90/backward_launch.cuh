@@ -135,8 +135,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int64_t units = arguments.scheduler.units();
   const int64_t blocks = Shape::kTakesTasks ? std::min<int64_t>(units, multiprocessors(forward.device)) : units;
   const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
-  compute(arguments, blocks, Shape::kThreads, BackwardShared<Shape>::kBytes, forward.device, forward.stream, "attention backward, sm90",
-          start);
+  constexpr int kSharedBytes = BackwardShared<Shape>::kBytes;
+  compute(arguments, blocks, Shape::kThreads, kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0), forward.device, forward.stream,
+          "attention backward, sm90", start, kSharedBytes + kZeroBytes);
   const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
   const ConvertArguments convert{params, arguments.shares, static_cast<int>(query_blocks)};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,

@@ -200,8 +200,8 @@ template <typename Shape>
 struct BackwardShared {
   static constexpr int kStages = Shape::kStages, kBarriers = 5 + 3 * kStages;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
-                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes + kZeroBytes +
-                                BackwardTask::kBytes + kBarriers * 8;
+                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
+                                BackwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
@@ -211,8 +211,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
-  __device__ __forceinline__ uint32_t zeros() const { return lse_log2(2 * kStages); }  // clear_gaps.cuh
-  __device__ __forceinline__ uint32_t task() const { return zeros() + kZeroBytes; }
+  __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task() + BackwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
@@ -222,6 +221,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
   __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }                 // backward_wide.cuh
+  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
   __device__ __forceinline__ void make_barriers(int warps = 0) const {
@@ -247,7 +247,8 @@ struct BackwardShared {
 // By a warp that has nothing else to do.
 template <typename Shape>
 __device__ __forceinline__ void clear_gradient_gaps(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared) {
-  clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_backward_gap(params, blockIdx.x, gridDim.x, clear); });
+  if (may_have_gaps(params))
+    clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_backward_gap(params, blockIdx.x, gridDim.x, clear); });
 }
 
 // The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel

@@ -46,7 +46,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // at 512 and 64 at 1k. One H200, d 64 full, TFLOP/s: 390 450 -> 410 471. With 128 rows, in the same form, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesIdleRows = Tile::kConsumers == 3;
   static constexpr int kSharedBytes =
-      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + kZeroBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
+      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -63,8 +63,7 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
   __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
-  __device__ __forceinline__ uint32_t zeros() const { return out(0) + Shape::kOutBytes; }                // clear_gaps.cuh
-  __device__ __forceinline__ uint32_t task(int tile) const { return zeros() + kZeroBytes + tile % 2 * ForwardTask::kBytes; }
+  __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
@@ -72,6 +71,7 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2 + Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 + 2 * Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
 };
 
 template <typename Shape>
@@ -343,10 +343,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
     const int warp = warp_index() - Shape::kConsumers * 4;
     if (warp == 0) {
       if (elect_one()) load_tiles<Shape>(arguments, shared);
-    } else if (warp == 1) {
-      clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
-    } else if (warp == 2) {
-      fill_lse_gaps(params, blockIdx.x, gridDim.x);
+    } else if (may_have_gaps(params)) {
+      if (warp == 1) clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
+      if (warp == 2) fill_lse_gaps(params, blockIdx.x, gridDim.x);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();

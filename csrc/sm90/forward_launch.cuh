@@ -155,8 +155,10 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     launch<clear_counter_kernel<Shape, T>>(arguments, 1, 32, 0, params.device, params.stream, "attention forward, sm90, counter");
     start = Start::kEarly;
   }
-  launch<forward_kernel<Shape, T>>(arguments, std::min<int64_t>(arguments.scheduler.units() * splits, plan.resident), Shape::kThreads,
-                                   Shape::kSharedBytes, params.device, params.stream, "attention forward, sm90", start);
+  const int64_t blocks = std::min<int64_t>(arguments.scheduler.units() * splits, plan.resident);
+  const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0);
+  launch<forward_kernel<Shape, T>>(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream,
+                                   "attention forward, sm90", start, Shape::kSharedBytes + kZeroBytes);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
 }
 
