@@ -107,8 +107,8 @@ template <bool kStepOn, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
   const int units = scheduler.units() * arguments.splits.divisor;
-  int place = blockIdx.x;
-  for (int unit = place; unit < units; unit += kStepOn && place == 0 ? 1 : kStepOn ? gridDim.x + 1 : gridDim.x) {
+  int place = blockIdx.x;  // in the round
+  for (int unit = place; unit < units; unit += !kStepOn ? gridDim.x : place > 0 ? gridDim.x + 1 : 1) {
     for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
       int query_block, batch_head;
       if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
