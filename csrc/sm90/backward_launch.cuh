@@ -48,14 +48,6 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m,
   return splits;
 }
 
-// Query heads whose Q, dO and dQ stay in L2.
-template <typename Shape>
-int heads_that_fit(const HfFlash2ForwardParams& params) {
-  constexpr int64_t kBytes = 32 << 20, kMost = 16;
-  const int64_t bytes_of_row = 2 * params.head_dim + 2 * params.head_dim_v + 4 * Shape::kDqColumns;
-  return static_cast<int>(std::min(kMost, kBytes / std::max<int64_t>(1, params.max_seqlen_q * bytes_of_row)));
-}
-
 // What is decided from shapes alone.
 struct BackwardPlan {
   int splits;          // of a group's query heads
@@ -107,7 +99,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const auto heads_of_rounds = [&](int n) { return std::max(1, n * multiprocessors(forward.device) / std::max(1, key_blocks)); };
-  int heads_at_once = std::max(heads_that_fit<Shape>(forward) * parts / forward.heads_q, heads_of_rounds(1));
+  const int64_t query_heads =
+      heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
+  int heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_of_rounds(1));
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     heads_at_once = heads_of_rounds(forward.window_right < 0 && Shape::kHeadDim != 128 ? 2 : 1);

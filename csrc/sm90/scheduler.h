@@ -21,6 +21,13 @@ inline int64_t most_blocks_seen(const HfFlash2ForwardParams& params, int seqlen,
   return std::min(all, ceil_div(seen - 1, block) + 1);
 }
 
+// Of heads whose tiles take turns, so many at most, and how many L2 holds: of what tiles of one head read or add again and again.
+constexpr int64_t kMostHeadsAtOnce = 16;
+inline int64_t heads_in_l2(int64_t bytes_of_head) {
+  constexpr int64_t kBytes = 32 << 20;
+  return std::max<int64_t>(1, kBytes / std::max<int64_t>(1, bytes_of_head));
+}
+
 enum class TileOrder : int {
   kByHead,           // blocks of one head one after another: what few heads read is in L2 at any time
   kLastBlockFirst,   // by descending block inside groups of heads: under a causal mask the short blocks of queries fill the gaps at the end
