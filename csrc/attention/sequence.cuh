@@ -1,8 +1,6 @@
 // Where one sequence of the batch lies: the three forms of HfFlash2Sequences (params.h) become one start and one length. How blocks of its
 // tokens are numbered, and which of its query blocks a thread block has.
 #pragma once
-#include <cuda_runtime.h>
-
 #include "params.h"
 
 namespace hf_flash2 {

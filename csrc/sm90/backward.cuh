@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) {
       __syncwarp();
       named_barrier_sync(dq_full(consumer), kDqThreads);
-      if (elect_one()) {
+      if (elected) {
         float* piece = dq + consumer * Shape::kDqPieceFloats;
         if (first)
           bulk_store(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
