@@ -35,8 +35,9 @@ enum class TileOrder : int {
   kPairs,            // the first and the last block left of one head: under a causal mask all pairs are equal work
 };
 
-// Division by a number known on the host: n / d = n * ceil(2^p / d) >> p with p = 31 + ceil(log2 d), exact for n < 2^31 (Granlund and
-// Montgomery, "Division by Invariant Integers using Multiplication"). PERF: an integer division takes a GPU some 100 cycles.
+// Division by a number known on the host: n / d = n * ceil(2^p / d) >> p with p = 31 + ceil(log2 d), exact for 0 <= n < 2^31 (Granlund and
+// Montgomery, "Division by Invariant Integers using Multiplication"): the upper half of 2 n times the multiplier, shifted. PERF: an integer
+// division takes a GPU some 100 cycles, and what is divided here stands before the first load of a thread block.
 struct Divisor {
   uint32_t divisor, multiplier;
   int shift;
@@ -44,46 +45,50 @@ struct Divisor {
   static Divisor of(int d) {
     int log2 = 0;
     while ((int64_t{1} << log2) < d) ++log2;
-    const int shift = 31 + log2;
-    return {static_cast<uint32_t>(d), static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / d), shift};
+    return {static_cast<uint32_t>(d), static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + d - 1) / d), log2};
   }
-  __host__ __device__ int quotient(int n) const { return static_cast<int>(static_cast<uint64_t>(n) * multiplier >> shift); }
+  __host__ __device__ int quotient(int n) const {
+    const uint64_t product = static_cast<uint64_t>(2 * static_cast<uint32_t>(n)) * multiplier;
+    return static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
+  }
   __host__ __device__ int remainder(int n) const { return n - quotient(n) * static_cast<int>(divisor); }
 };
 
 struct TileScheduler {
   TileOrder order;
-  int blocks;              // of the longest sequence
-  int heads;               // heads * batch; where tiles hold all heads of a group, groups * batch
-  int group;               // heads that share the L2; 1 for kByHead
-  Divisor units_per_head;  // kByHead, kPairs
+  int blocks;  // of the longest sequence
+  int heads;   // heads * batch; where tiles hold all heads of a group, groups * batch
+  int group;   // heads that share the L2; 1 for kByHead and kPairs
+  Divisor units_of_group;
+  Divisor full, last;  // heads of a group, and of the last one, which may have less
 
   static TileScheduler make(TileOrder order, int blocks, int heads, int group) {
-    if (order == TileOrder::kByHead) group = 1;
-    return {order, blocks, heads, group, Divisor::of(std::max(1, order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks))};
+    group = order == TileOrder::kByHead || order == TileOrder::kPairs ? 1 : std::max(1, std::min(group, heads));
+    TileScheduler scheduler{order, blocks, heads, group, {}, Divisor::of(group), Divisor::of(std::max(0, heads - 1) % group + 1)};
+    scheduler.units_of_group = Divisor::of(std::max(1, scheduler.units_of_head() * group));
+    return scheduler;
   }
 
   __host__ __device__ int tiles_per_unit() const { return order == TileOrder::kPairs ? 2 : 1; }
-  __host__ __device__ int64_t units() const { return static_cast<int64_t>(order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks) * heads; }
+  __host__ __device__ int units_of_head() const { return order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks; }
+  __host__ __device__ int64_t units() const { return static_cast<int64_t>(units_of_head()) * heads; }
 
   // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (the middle of an odd number of pairs).
   __device__ __forceinline__ bool tile(int unit, int part, int& block, int& batch_head) const {
+    const int number = units_of_group.quotient(unit), rest = unit - number * static_cast<int>(units_of_group.divisor);
     if (order == TileOrder::kPairs) {
-      batch_head = units_per_head.quotient(unit);
-      const int pair = units_per_head.remainder(unit);
-      block = part == 0 ? blocks - 1 - pair : pair;
-      return part == 0 || block != blocks - 1 - pair;
+      batch_head = number;
+      block = part == 0 ? blocks - 1 - rest : rest;
+      return part == 0 || block != blocks - 1 - rest;
     }
-    if (order == TileOrder::kByHead) {
-      block = units_per_head.remainder(unit);
-      batch_head = units_per_head.quotient(unit);
-    } else {
-      tile_among(blocks, heads, unit, block, batch_head);
-    }
+    const Divisor& heads_here = (number + 1) * group <= heads ? full : last;
+    block = heads_here.quotient(rest);
+    batch_head = number * group + rest - block * static_cast<int>(heads_here.divisor);
+    if (order == TileOrder::kLastBlockFirst) block = blocks - 1 - block;
     return true;
   }
 
-  // The same among so many heads of so many blocks each, a part of all. Not for kPairs.
+  // The same among so many heads of so many blocks each, a part of all, which only the device knows. Not for kPairs.
   __device__ __forceinline__ void tile_among(int blocks, int heads, int unit, int& block, int& head) const {
     const int first_head = unit / (blocks * group) * group;
     const int heads_here = min(group, heads - first_head);
