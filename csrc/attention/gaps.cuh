@@ -23,8 +23,11 @@ __device__ __forceinline__ void for_each_gap(const HfFlash2Tensor& tensor, const
   for (int part = worker; part < batch_size * parts; part += workers) {
     const int batch = part / parts, begin = (part - batch * parts) * kTokens, end = min(begin + kTokens, tokens);
     const Sequence sequence = find_sequence(sequences, batch_size, batch, tokens);
-    if (begin < sequence.start) clear(tensor, batch, begin, min(end, sequence.start), heads, columns);
-    if (end > sequence.start + sequence.length) clear(tensor, batch, max(begin, sequence.start + sequence.length), end, heads, columns);
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {  // before the sequence, and behind it
+      const int first = side == 0 ? begin : max(begin, sequence.start + sequence.length), last = side == 0 ? min(end, sequence.start) : end;
+      if (first < last) clear(tensor, batch, first, last, heads, columns);
+    }
   }
 }
 
@@ -54,6 +57,7 @@ __device__ __forceinline__ void fill_lse_gaps(const HfFlash2ForwardParams& param
     const int batch = i / params.heads_q, head = i - batch * params.heads_q;
     const Sequence sequence = find_sequence(params.sequences_q, params.batch, batch, tokens);
     float* lse = params.softmax_lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
+#pragma unroll 1
     for (int token = threadIdx.x % 32; token < tokens; token += 32)
       if (token < sequence.start || token >= sequence.start + sequence.length) lse[token] = INFINITY;
   }

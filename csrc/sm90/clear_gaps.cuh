@@ -26,9 +26,12 @@ __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
     // What lies side by side is one run.
     const int heads_of_run = tensor.head_stride == columns ? heads : 1;
     const int tokens_of_run = heads_of_run == heads && tensor.token_stride == heads * columns ? end - begin : 1;
+#pragma unroll 1
     for (int token = begin; token < end; token += tokens_of_run) {
+#pragma unroll 1
       for (int head = 0; head < heads; head += heads_of_run) {
         char* run = reinterpret_cast<char*>(token_pointer<uint16_t>(tensor, batch, head, token));
+#pragma unroll 1
         for (int bytes = tokens_of_run * heads_of_run * columns * 2; bytes > 0; bytes -= kZeroBytes, run += kZeroBytes)
           bulk_store(run, zeros, min(bytes, kZeroBytes));
       }

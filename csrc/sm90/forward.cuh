@@ -41,12 +41,12 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
   static constexpr int kOutBytes = Tile::kStoreTiles ? kQueryPanelBytes * kValuePanels : 0;
-  static constexpr int kBarriers = 2 + 4 * Tile::kStages;
+  static constexpr int kBarriers = 3 + 4 * Tile::kStages;
   // Warpgroups whose rows all lie behind the sequence leave the tensor cores to the others. PERF: of 192 rows, the last tile of a head has 128
   // at 512 and 64 at 1k. One H200, d 64 full, TFLOP/s: 390 450 -> 410 471. With 128 rows, in the same form, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesIdleRows = Tile::kConsumers == 3;
   static constexpr int kSharedBytes =
-      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + kBarriers * 8;
+      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -65,13 +65,28 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
   __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
-  __device__ __forceinline__ uint32_t q_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t q_empty() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 + stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2 + Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 + 2 * Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t q_empty() const { return barrier(2); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(3 + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(3 + Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(3 + 2 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3 + 3 * Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
+
+  // By one thread, before any use.
+  __device__ __forceinline__ void make_barriers() const {
+    mbarrier_init(task_full(), 1);
+    mbarrier_init(q_full(), 1);
+    mbarrier_init(q_empty(), Shape::kConsumers * 128);
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      mbarrier_init(k_full(stage), 1);
+      mbarrier_init(v_full(stage), 1);
+      mbarrier_init(k_empty(stage), Shape::kConsumers);
+      mbarrier_init(v_empty(stage), Shape::kConsumers);
+    }
+    mbarrier_init_fence();
+  }
 };
 
 template <typename Shape>
@@ -81,17 +96,21 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
   int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
 
-  const auto hand_over = [&](const ForwardTask& task, int query_bytes) {
+  const auto hand_over = [&](const ForwardTask& task) {
     mbarrier_wait(shared.q_empty(), (tiles & 1) ^ 1);
     task.store(shared.task(tiles++));
-    mbarrier_arrive_expect(shared.q_full(), query_bytes);
+    mbarrier_arrive(shared.task_full());
   };
 
   const auto load = [&](int query_block, int batch_head, int split) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split);
     if (task.query_begin(arguments) >= task.q.length) return;
-    if (task.key_block_begin == task.key_block_end) return hand_over(task, 0);
+    if (task.key_block_begin == task.key_block_end) {
+      hand_over(task);
+      return mbarrier_arrive(shared.q_full());
+    }
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
+#pragma unroll 1
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
       const int token = task.k.start + block * Shape::kBlockN;
@@ -100,7 +119,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       for (int panel = 0; panel < Shape::kPanels; ++panel)
         tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
       if (block == task.key_block_end - 1) {
-        hand_over(task, Shape::kQueryBytes);
+        hand_over(task);
+        mbarrier_arrive_expect(shared.q_full(), Shape::kQueryBytes);
         for (int panel = 0; panel < Shape::kPanels; ++panel)
           tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.head,
                    task.q.start + task.query_begin(arguments), map_batch);
@@ -116,11 +136,11 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
     for_each_counted_tile<Shape::kBlockM>(arguments, load);
   else
     for_each_tile<Shape::kLeavesIdleRows>(arguments, load);
-  hand_over(ForwardTask::none(), 0);
+  hand_over(ForwardTask::none());
 }
 
-// Named barriers: 0 is __syncthreads(), kTurnBarrier + i and kOutBarrier + i are warpgroup i's.
-constexpr int kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
+// Named barriers: kTurnBarrier + i and kOutBarrier + i are warpgroup i's.
+constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
 
 // The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
 __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
@@ -219,7 +239,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 
   int use = 0;  // key blocks computed so far
   for (int tile = 0;; ++tile) {
-    mbarrier_wait(shared.q_full(), tile & 1);
+    mbarrier_wait(shared.task_full(), tile & 1);
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
@@ -250,6 +270,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         mbarrier_arrive(shared.q_empty());
         continue;
       }
+      mbarrier_wait(shared.q_full(), tile & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
       if (Shape::kStoreTiles && elected) bulk_wait_read<0>();  // before a barrier behind which the warpgroup may write its tile of O again
       wait_turn();
@@ -320,36 +341,35 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match
 }
 
+// PERF: a brief call waits for its instructions, which come from memory after other kernels. ptxas places first what stands last here: the
+// loader, for which all wait, right behind the start. And code that may run ends within 64 KB: behind, the d 64 kernel of 78 KB took 1 to 2 us
+// longer than one of 68. One H200, L2 flushed, causal, 16 heads at 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us, d 128 13.8 17.3 25.7
+// -> 11.0 14.7 23.7; of these 0.3 to 0.9 because the loader neither divides nor waits for a barrier before its first copies.
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const ForwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();  // combine_kernel, where keys are split: nothing else is launched early behind this one
-  if (threadIdx.x == 0) {
-    mbarrier_init(shared.q_full(), 1);
-    mbarrier_init(shared.q_empty(), Shape::kConsumers * 128);
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      mbarrier_init(shared.k_full(stage), 1);
-      mbarrier_init(shared.v_full(stage), 1);
-      mbarrier_init(shared.k_empty(stage), Shape::kConsumers);
-      mbarrier_init(shared.v_empty(stage), Shape::kConsumers);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x >= Shape::kConsumers * 128) {
+  constexpr int kStartThreads = Shape::kConsumers * 128 + 32;
+  if (threadIdx.x < Shape::kConsumers * 128) {
+    take_registers<Shape::kConsumerRegisters>();
+    named_barrier_sync(kStartBarrier, kStartThreads);
+    compute_tiles<Shape, T>(arguments, shared);
+  } else {
     give_registers<Shape::kLoaderRegisters>();
     const HfFlash2ForwardParams& params = arguments.params;
     const int warp = warp_index() - Shape::kConsumers * 4;
-    if (warp == 0) {
-      if (elect_one()) load_tiles<Shape>(arguments, shared);
-    } else if (may_have_gaps(params)) {
+    if (warp != 0) {
+      if (!may_have_gaps(params)) return;
       if (warp == 1) clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
       if (warp == 2) fill_lse_gaps(params, blockIdx.x, gridDim.x);
+    } else {
+      // The loader needs nobody for its first copies: it makes the barriers itself.
+      if (elect_one()) shared.make_barriers();
+      __syncwarp();
+      named_barrier_arrive(kStartBarrier, kStartThreads);
+      if (elect_one()) load_tiles<Shape>(arguments, shared);
     }
-  } else {
-    take_registers<Shape::kConsumerRegisters>();
-    compute_tiles<Shape, T>(arguments, shared);
   }
 }
 
