@@ -9,13 +9,6 @@
 
 namespace hf_flash2 {
 
-// The byte at `pointer`, or `otherwise` when `valid` is false; without a branch.
-__device__ __forceinline__ uint32_t load_or(const uint8_t* pointer, bool valid, uint32_t otherwise) {
-  uint32_t value = otherwise;
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.u8 %0, [%1];\n}" : "+r"(value) : "l"(pointer), "r"(int(valid)));
-  return value;
-}
-
 struct Mask {
   const HfFlash2ForwardParams& params;  // in constant memory: what is read from it costs no registers
   int len_q;
@@ -88,23 +81,54 @@ struct Mask {
     return static_cast<uint32_t>((uint64_t{1} << count) - 1);
   }
 
+  // Of the same columns of the keys from `key_begin` on: a bit for each that the key mask shows, all where there is none. By a whole warp.
+  // PERF: a lane reads four bytes for all lanes, where those of its own columns are up to 32.
+  __device__ __forceinline__ uint32_t visible_columns(int key_begin) const {
+    if (visible == nullptr) return ~0u;
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    uint32_t seen[4];  // bit l of seen[i]: key 4 l + i
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = key_begin + lane * 4 + i;
+      seen[i] = __ballot_sync(0xffffffffu, key < len_k && visible[key] != 0);
+    }
+    // Of tile n, this lane has keys 8 n + 2 t and the next.
+    const uint32_t even = t % 2 == 0 ? seen[0] : seen[2], odd = t % 2 == 0 ? seen[1] : seen[3];
+    return (even >> t / 2 & 0x55555555) | (odd >> t / 2 & 0x55555555) << 1;
+  }
+
   // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
-  // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added). 2^heads_log2 rows, those of as many heads, are one query.
+  // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added); and those of columns without a bit in `visible`.
+  // 2^heads_log2 rows, those of as many heads, are one query.
   // PERF: bits go to predicates seven at a time, where a comparison each, with both limits, takes three instructions an element for one.
   template <int kMTiles, int kNTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, int heads_log2 = 0) const {
-    static_assert(kNTiles <= 16, "32 columns a row");
+  __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, uint32_t visible = ~0u,
+                                        int heads_log2 = 0) const {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = (row + m * 16 + half * 8) >> heads_log2;
-        const uint32_t seen = columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1);
-#pragma unroll
-        for (int i = 0; i < 2 * kNTiles; ++i) {
-          if (!(seen & 1u << i)) scores[m][i / 2][half * 2 + i % 2] = -INFINITY;
-        }
+        hide_in_row(scores[m], half, columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1) & visible);
       }
+    }
+  }
+
+  // The latter alone.
+  template <int kMTiles, int kNTiles>
+  static __device__ __forceinline__ void hide(float (&scores)[kMTiles][kNTiles][4], uint32_t visible) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) hide_in_row(scores[m], half, visible);
+    }
+  }
+  template <int kNTiles>
+  static __device__ __forceinline__ void hide_in_row(float (&scores)[kNTiles][4], int half, uint32_t seen) {
+    static_assert(kNTiles <= 16, "32 columns a row");
+#pragma unroll
+    for (int i = 0; i < 2 * kNTiles; ++i) {
+      if (!(seen & 1u << i)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
     }
   }
 
@@ -117,22 +141,6 @@ struct Mask {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (n * 8 + c % 2 < first[c / 2] || n * 8 + c % 2 > last[c / 2]) scores[n][c] = -INFINITY;
-      }
-    }
-  }
-
-  // The same for the holes of a sequence that has some (visible != null).
-  // NOTE: without branches: sm90 calls this between the issue of a wgmma and its wait, where a branch makes ptxas serialise.
-  template <int kMTiles, int kNTiles>
-  __device__ __forceinline__ void apply_holes(float (&scores)[kMTiles][kNTiles][4], int key) const {
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int j = key + n * 8 + c;
-        if (load_or(visible + j, j < len_k, 1) != 0) continue;
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) scores[m][n][c] = scores[m][n][2 + c] = -INFINITY;
       }
     }
   }

@@ -10,6 +10,7 @@ namespace hf_flash2::sm90 {
 template <int kRows, int kPanels, int kThreads>
 __device__ __forceinline__ void clear_rows(uint32_t tile, int row_end) {
   constexpr int kChunks = kRows * 8 * kPanels;  // of 16 bytes
+#pragma unroll 2
   for (int i = threadIdx.x; i < kChunks; i += kThreads) {
     if (i / 8 % kRows >= row_end) store_shared(tile + i * 16, make_uint4(0, 0, 0, 0));
   }

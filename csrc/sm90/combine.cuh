@@ -1,34 +1,13 @@
-// Where several thread blocks share the keys of a query block (forward_launch.cuh says when): the scratch in which each leaves what its
-// share gives, and the kernel that puts the shares of a row together: out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s).
-// Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.
+// Where several thread blocks share the keys of a query block (forward_launch.cuh says when): the kernel that puts the shares of a row
+// together, out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s). Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context
+// inference", 2023.
 #pragma once
 #include <math.h>
 
-#include "attention/sequence.cuh"
 #include "attention/softmax.cuh"
-#include "device/grid_dependency.cuh"
+#include "sm90/forward_task.cuh"
 
 namespace hf_flash2::sm90 {
-
-// Rows are numbered (batch, head, token), or (head, token) when packed.
-struct Shares {
-  float* out;  // [rows, splits, Dv]: of one share, divided by its own sum
-  float* lse;  // [rows, splits]: natural log, +inf where the share sees no key
-
-  __host__ __device__ static int64_t rows(const HfFlash2ForwardParams& params) {
-    const int64_t tokens = params.sequences_q.cu_seqlens != nullptr ? params.total_q : int64_t{params.batch} * params.max_seqlen_q;
-    return tokens * params.heads_q;
-  }
-  static int64_t bytes(const HfFlash2ForwardParams& params, int splits) { return rows(params) * splits * (params.head_dim_v + 1) * 4; }
-
-  __device__ __forceinline__ Shares(const HfFlash2ForwardParams& params, int splits)
-      : out(static_cast<float*>(params.workspace)), lse(out + rows(params) * splits * params.head_dim_v) {}
-
-  static __device__ __forceinline__ int64_t row(const HfFlash2ForwardParams& params, int batch, int head, int token) {
-    if (params.sequences_q.cu_seqlens != nullptr) return int64_t{head} * params.total_q + token;
-    return (int64_t{batch} * params.heads_q + head) * params.max_seqlen_q + token;
-  }
-};
 
 // Shares of a row put together so far, in 8 columns: sums of exp(lse_s - max) out_s and of exp(lse_s - max).
 struct WeightedSum {
@@ -46,6 +25,7 @@ struct WeightedSum {
 
 struct CombineArguments {
   HfFlash2ForwardParams params;
+  ForwardResults shares;
   int splits;
   int ways;  // how many groups of lanes share the splits of a row: a power of 2, at most kGroups
 };
@@ -77,12 +57,12 @@ __global__ void __launch_bounds__(CombineShape<Shape>::kThreads) combine_kernel(
   wait_for_kernel_before();
   WeightedSum total;
   if (valid) {
-    const Shares shares(params, splits);
-    const int64_t first = Shares::row(params, batch, head, token) * splits;
+    const float* out = token_pointer<float>(arguments.shares.out, batch, head, token) + column;
+    const float* lse_of_splits = arguments.shares.lse_of(batch, head, token, splits);
 #pragma unroll 4
     for (int split = way; split < splits; split += ways) {
-      const float4* columns = reinterpret_cast<const float4*>(shares.out + (first + split) * params.head_dim_v + column);
-      const float lse = shares.lse[first + split];
+      const float4* columns = reinterpret_cast<const float4*>(out + split * params.head_dim_v);
+      const float lse = lse_of_splits[split];
       const float4 a = columns[0], b = columns[1];
       total.add({lse == INFINITY ? -INFINITY : lse, 1.f, {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}});
     }

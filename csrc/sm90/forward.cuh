@@ -28,8 +28,6 @@
 
 namespace hf_flash2::sm90 {
 
-enum class Masking { kNone, kLimits, kHoles };  // of one block: none, sequence end and window, these and the key mask
-
 template <int kHeadDimension, TileSize kSize, int kHeadDimensionV = kHeadDimension>
 struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   using Tile = ForwardTile<kHeadDimension, kSize, kHeadDimensionV>;
@@ -144,16 +142,10 @@ constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrie
 
 // The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
 __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
-  const HfFlash2ForwardParams& params = arguments.params;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
-    if (!at.valid) continue;
-    if (arguments.splits.divisor > 1)
-      Shares(params, arguments.splits.divisor)
-          .lse[Shares::row(params, at.batch, at.head, at.token) * arguments.splits.divisor + task.split] = lse[half];
-    else
-      params.softmax_lse[at.batch * params.lse_batch_stride + at.head * params.lse_head_stride + at.token] = lse[half];
+    if (at.valid) arguments.results.lse_of(at.batch, at.head, at.token, arguments.splits.divisor)[task.split] = lse[half];
   }
 }
 
@@ -184,12 +176,12 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, con
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
-    if (arguments.splits.divisor > 1) {
-      const int64_t share = Shares::row(params, at.batch, at.head, at.token) * arguments.splits.divisor + task.split;
-      store_row(out, half, Shares(params, arguments.splits.divisor).out + share * params.head_dim_v, at.valid, params.head_dim_v);
-    } else {
-      store_row(out, half, token_pointer<T>(params.out, at.batch, at.head, at.token), at.valid, params.head_dim_v);
-    }
+    const HfFlash2Tensor& to = arguments.results.out;
+    if (arguments.splits.divisor > 1)
+      store_row(out, half, token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v, at.valid,
+                params.head_dim_v);
+    else
+      store_row(out, half, token_pointer<T>(to, at.batch, at.head, at.token), at.valid, params.head_dim_v);
   }
 }
 
@@ -252,6 +244,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     if (task.key_block_begin < task.key_block_end) {
       const Mask mask(params, task.batch, task.q, task.k, task.has_holes);
       int block = task.key_block_end - 1;
+      const auto apply_mask = [&](uint32_t visible) {
+        mask.apply(scores, row, block * kBlockN + lane % 4 * 2, visible, arguments.tile_heads_log2);
+      };
       if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
         clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
@@ -259,6 +254,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         named_barrier_sync(kClearBarrier, kConsumers * 128);
       }
       if (Shape::kLeavesIdleRows && task.row_begin + group * 64 >= task.q.length << arguments.tile_heads_log2) {
+#pragma unroll 1
         for (; block >= task.key_block_begin; --block, ++use) {
           mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
           wait_turn();
@@ -280,16 +276,15 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
       if (elected) mbarrier_arrive(shared.k_empty(use % kStages));
       if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
-      const int key = lane % 4 * 2;  // first column of this lane in a block
-      if (task.is_masked(block)) mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
-      if (task.has_holes) mask.apply_holes(scores, block * kBlockN + key);
+      if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
       round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
       clear_out();
 
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
-      const auto advance = [&](auto masking) {
-        constexpr Masking kMasking = decltype(masking)::value;
+      const auto advance = [&](auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        const uint32_t visible = kMasked ? mask.visible_columns(block * kBlockN) : 0;
         const int stage_v = use % kStages, parity_v = use / kStages & 1;
         ++use;
         const int stage_k = use % kStages, parity_k = use / kStages & 1;
@@ -303,8 +298,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
         if (elected) mbarrier_arrive(shared.k_empty(stage_k));
         if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
-        if constexpr (kMasking != Masking::kNone) mask.apply(scores, row, block * kBlockN + key, arguments.tile_heads_log2);
-        if constexpr (kMasking == Masking::kHoles) mask.apply_holes(scores, block * kBlockN + key);
+        if constexpr (kMasked) apply_mask(visible);
         const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
         wgmma_wait<0>();
         wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
@@ -313,12 +307,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
       };
       for (--block; block >= task.key_block_begin; --block) {
-        if (task.has_holes)
-          advance(std::integral_constant<Masking, Masking::kHoles>{});
-        else if (task.is_masked(block))
-          advance(std::integral_constant<Masking, Masking::kLimits>{});
+        if (task.is_masked(block))
+          advance(std::true_type{});
         else
-          advance(std::integral_constant<Masking, Masking::kNone>{});
+          advance(std::false_type{});
       }
 
       const int stage_v = use % kStages;
@@ -332,7 +324,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       scale_rows(out, rescale);
     } else {
       mbarrier_arrive(shared.q_empty());
-      finish();
+      if (lane % 4 == 0) store_lse(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }
     store_out<Shape, T>(arguments, shared, ForwardTask::load(shared.task(tile)), row, out[0]);

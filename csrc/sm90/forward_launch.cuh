@@ -86,9 +86,9 @@ struct ForwardPlan {
     plan.heads = params.heads_q / plan.tile_heads * params.batch;
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
     const double block_time = Shape::kBlockN * (Shape::kHeadDim + Shape::kHeadDimV) / (2.0 * 128 * 128);
-    plan.splits = choose_splits(plan.query_blocks, plan.heads,
-                                static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)), block_time,
-                                Shares::bytes(params, 1), is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
+    plan.splits = choose_splits(
+        plan.query_blocks, plan.heads, static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)), block_time,
+        ForwardResults::share_bytes(params, 1), is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
     plan.resident = multiprocessors(params.device) * Shape::kBlocksPerSm;
     plan.counts_tiles = plan.splits == 1 && wants_counter(params, plan.query_blocks) && plan.tiles() > plan.resident;
     return plan;
@@ -97,7 +97,7 @@ struct ForwardPlan {
   int64_t tiles() const { return int64_t{query_blocks} * heads; }
 
   int64_t workspace_bytes(const HfFlash2ForwardParams& params) const {
-    return splits > 1 ? Shares::bytes(params, splits) : counts_tiles ? sizeof(int32_t) : 0;
+    return splits > 1 ? ForwardResults::share_bytes(params, splits) : counts_tiles ? sizeof(int32_t) : 0;
   }
 };
 
@@ -111,7 +111,7 @@ __global__ void clear_counter_kernel(const __grid_constant__ ForwardArguments ar
 template <typename Shape, typename T>
 void launch_combine(const HfFlash2ForwardParams& params, int splits) {
   using Combine = CombineShape<Shape>;
-  CombineArguments arguments{params, splits, 1};
+  CombineArguments arguments{params, ForwardResults::of_shares(params, splits), splits, 1};
   while (arguments.ways < std::min(splits, Combine::kGroups)) arguments.ways *= 2;
   const int64_t rows = int64_t{params.batch} * params.heads_q * params.max_seqlen_q;
   launch<combine_kernel<Shape, T>>(arguments, ceil_div(rows, Combine::kGroups / arguments.ways), Combine::kThreads, 0, params.device,
@@ -143,6 +143,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.heads = Divisor::of(params.heads_q / tile_heads);
   arguments.group = Divisor::of(params.heads_q / params.heads_k);
   arguments.splits = Divisor::of(splits);
+  arguments.results = splits > 1 ? ForwardResults::of_shares(params, splits) : ForwardResults::of(params);
   const bool pairs = splits == 1 && !plan.counts_tiles && plan.tiles() > plan.resident;
   const TileOrder order = !is_triangular(params) ? TileOrder::kByHead : pairs ? TileOrder::kPairs : TileOrder::kLastBlockFirst;
   arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, choose_heads_at_once(params, tile_heads));

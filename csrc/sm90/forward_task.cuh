@@ -10,13 +10,47 @@
 
 namespace hf_flash2::sm90 {
 
+// Where thread blocks leave out and lse: results or, of shares, scratch, where those of a token lie side by side.
+struct ForwardResults {
+  HfFlash2Tensor out;  // of shares: floats, each share divided by its own sum, head_dim_v apart
+  float* lse;          // natural log, +inf where no key is seen
+  int64_t lse_batch_stride, lse_head_stride;
+
+  static ForwardResults of(const HfFlash2ForwardParams& params) {
+    return {params.out, params.softmax_lse, params.lse_batch_stride, params.lse_head_stride};
+  }
+
+  static int64_t share_rows(const HfFlash2ForwardParams& params) {
+    const int64_t tokens = params.sequences_q.cu_seqlens != nullptr ? params.total_q : int64_t{params.batch} * params.max_seqlen_q;
+    return tokens * params.heads_q;
+  }
+  static int64_t share_bytes(const HfFlash2ForwardParams& params, int splits) {
+    return share_rows(params) * splits * (params.head_dim_v + 1) * 4;
+  }
+  // out [batch, heads, tokens, splits, Dv], then lse [batch, heads, tokens, splits]; packed: no batch.
+  static ForwardResults of_shares(const HfFlash2ForwardParams& params, int splits) {
+    const bool packed = params.sequences_q.cu_seqlens != nullptr;
+    const int64_t of_head = int64_t{packed ? params.total_q : params.max_seqlen_q} * splits,
+                  of_batch = packed ? 0 : of_head * params.heads_q;
+    const int64_t columns = params.head_dim_v;
+    float* const out = static_cast<float*>(params.workspace);
+    return {{out, of_batch * columns, splits * columns, of_head * columns}, out + share_rows(params) * splits * columns, of_batch, of_head};
+  }
+
+  // Of the first split.
+  __device__ __forceinline__ float* lse_of(int batch, int head, int token, int splits) const {
+    return lse + batch * lse_batch_stride + head * lse_head_stride + int64_t{token} * splits;
+  }
+};
+
 struct ForwardArguments {
   CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
   CUtensorMap out;      // boxes of 64 columns x the rows of one warpgroup
   HfFlash2ForwardParams params;
-  Divisor heads, group;  // tiles of one token over all heads; query heads that share a key head
-  int tile_heads_log2;   // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
-  Divisor splits;        // how many units share the key blocks of a tile; 1: results are final
+  Divisor heads, group;    // tiles of one token over all heads; query heads that share a key head
+  int tile_heads_log2;     // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
+  Divisor splits;          // how many units share the key blocks of a tile; 1: results are final
+  ForwardResults results;  // of the whole or, with splits, of shares
   TileScheduler scheduler;
   int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
@@ -29,7 +63,7 @@ struct ForwardTask {
   int split;
   Sequence q, k;
   int key_block_begin, key_block_end;
-  int unmasked_begin, unmasked_end;  // key blocks of which every row sees every key, holes apart
+  int unmasked_begin, unmasked_end;  // key blocks of which every row sees every key; none where there are holes
   int has_holes;
   static constexpr int kNone = -1, kBytes = 64;
 
@@ -50,6 +84,7 @@ struct ForwardTask {
     task.key_block_end = begin + arguments.splits.quotient(blocks * (split + 1));
     task.unmasked_begin = mask.unmasked_block_begin(query_end, kBlockN), task.unmasked_end = mask.unmasked_block_end(query_begin, kBlockN);
     task.has_holes = mask.visible != nullptr;
+    if (task.has_holes) task.unmasked_end = 0;
     return task;
   }
   static __device__ __forceinline__ ForwardTask none() {

@@ -62,20 +62,13 @@ __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half
   }
 }
 
-// The same as floats: neighbours exchange pairs, so that each lane writes 16 bytes of one of two tiles.
+// The same as floats: the lanes of a quad write 32 bytes side by side.
 template <int kDTiles>
 __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half, float* row, bool valid, int columns) {
-  static_assert(kDTiles % 2 == 0, "tiles are exchanged two at a time");
-  const bool odd = threadIdx.x & 1;
 #pragma unroll
-  for (int tile = 0; tile < kDTiles; tile += 2) {
-    const float* mine = c[tile] + half * 2;
-    const float* next = c[tile + 1] + half * 2;
-    const float a = __shfl_xor_sync(0xffffffffu, odd ? mine[0] : next[0], 1);
-    const float b = __shfl_xor_sync(0xffffffffu, odd ? mine[1] : next[1], 1);
-    const float4 quad = make_float4(odd ? a : mine[0], odd ? b : mine[1], odd ? next[0] : a, odd ? next[1] : b);
-    const int column = (tile + odd) * 8 + threadIdx.x % 4 / 2 * 4;
-    if (valid && column < columns) *reinterpret_cast<float4*>(row + column) = quad;
+  for (int tile = 0; tile < kDTiles; ++tile) {
+    const int column = tile * 8 + threadIdx.x % 4 * 2;
+    if (valid && column < columns) *reinterpret_cast<float2*>(row + column) = make_float2(c[tile][half * 2], c[tile][half * 2 + 1]);
   }
 }
 
