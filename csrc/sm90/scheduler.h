@@ -1,5 +1,6 @@
 // Which blocks of queries (forward) or keys (backward) a thread block works on, and in what order.
 #pragma once
+#include <limits.h>
 #include <stdint.h>
 
 #include <algorithm>
@@ -61,13 +62,18 @@ struct TileScheduler {
   int group;   // heads that share the L2; 1 for kByHead and kPairs
   Divisor units_of_group;
   Divisor full, last;  // heads of a group, and of the last one, which may have less
+  int back_from;       // units from this one on come in the opposite order
 
   static TileScheduler make(TileOrder order, int blocks, int heads, int group) {
     group = order == TileOrder::kByHead || order == TileOrder::kPairs ? 1 : std::max(1, std::min(group, heads));
-    TileScheduler scheduler{order, blocks, heads, group, {}, Divisor::of(group), Divisor::of(std::max(0, heads - 1) % group + 1)};
+    TileScheduler scheduler{order, blocks, heads, group, {}, Divisor::of(group), Divisor::of(std::max(0, heads - 1) % group + 1), INT_MAX};
     scheduler.units_of_group = Divisor::of(std::max(1, scheduler.units_of_head() * group));
     return scheduler;
   }
+
+  // For units that all run at once, the long ones first, several on a multiprocessor: each begins with one of the first `multiprocessors`, and
+  // gets the shortest of the others beside the longest of these.
+  void go_back(int multiprocessors) { back_from = multiprocessors; }
 
   __host__ __device__ int tiles_per_unit() const { return order == TileOrder::kPairs ? 2 : 1; }
   __host__ __device__ int units_of_head() const { return order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks; }
@@ -75,6 +81,7 @@ struct TileScheduler {
 
   // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (the middle of an odd number of pairs).
   __device__ __forceinline__ bool tile(int unit, int part, int& block, int& batch_head) const {
+    if (unit >= back_from) unit = static_cast<int>(units()) - 1 - (unit - back_from);
     const int number = units_of_group.quotient(unit), rest = unit - number * static_cast<int>(units_of_group.divisor);
     if (order == TileOrder::kPairs) {
       batch_head = number;
