@@ -9,6 +9,13 @@
 
 namespace hf_flash2 {
 
+// The byte at `pointer`, or `otherwise` when `valid` is false; without a branch.
+__device__ __forceinline__ uint32_t load_or(const uint8_t* pointer, bool valid, uint32_t otherwise) {
+  uint32_t value = otherwise;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.u8 %0, [%1];\n}" : "+r"(value) : "l"(pointer), "r"(int(valid)));
+  return value;
+}
+
 struct Mask {
   const HfFlash2ForwardParams& params;  // in constant memory: what is read from it costs no registers
   int len_q;
@@ -104,31 +111,18 @@ struct Mask {
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, uint32_t visible = ~0u,
                                         int heads_log2 = 0) const {
+    static_assert(kNTiles <= 16, "32 columns a row");
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = (row + m * 16 + half * 8) >> heads_log2;
-        hide_in_row(scores[m], half, columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1) & visible);
+        const uint32_t seen = columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1) & visible;
+#pragma unroll
+        for (int i = 0; i < 2 * kNTiles; ++i) {
+          if (!(seen & 1u << i)) scores[m][i / 2][half * 2 + i % 2] = -INFINITY;
+        }
       }
-    }
-  }
-
-  // The latter alone.
-  template <int kMTiles, int kNTiles>
-  static __device__ __forceinline__ void hide(float (&scores)[kMTiles][kNTiles][4], uint32_t visible) {
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) hide_in_row(scores[m], half, visible);
-    }
-  }
-  template <int kNTiles>
-  static __device__ __forceinline__ void hide_in_row(float (&scores)[kNTiles][4], int half, uint32_t seen) {
-    static_assert(kNTiles <= 16, "32 columns a row");
-#pragma unroll
-    for (int i = 0; i < 2 * kNTiles; ++i) {
-      if (!(seen & 1u << i)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
     }
   }
 
@@ -141,6 +135,22 @@ struct Mask {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (n * 8 + c % 2 < first[c / 2] || n * 8 + c % 2 > last[c / 2]) scores[n][c] = -INFINITY;
+      }
+    }
+  }
+
+  // The same for the holes of a sequence that has some (visible != null), in the mma.sync kernels. PERF: with visible_columns() they
+  // lost 4 % at d 256, forward, without any hole: 261 292 310 -> 251 282 298 TFLOP/s at 512, 1k, 2k, H200; ptxas places all else differently.
+  template <int kMTiles, int kNTiles>
+  __device__ __forceinline__ void apply_holes(float (&scores)[kMTiles][kNTiles][4], int key) const {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int j = key + n * 8 + c;
+        if (load_or(visible + j, j < len_k, 1) != 0) continue;
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) scores[m][n][c] = scores[m][n][2 + c] = -INFINITY;
       }
     }
   }

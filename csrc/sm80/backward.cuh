@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
     multiply<T, kHeadDim / 16>(p, RowsOfA<kHeadDim>(sQ + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sK, warp_column), 0);
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN))
       mask.apply(p, row_begin + warp_row + lane / 4, key_begin + warp_column + lane % 4 * 2);
-    if (mask.visible != nullptr) Mask::hide(p, mask.visible_columns(key_begin + warp_column));
+    if (mask.visible != nullptr) mask.apply_holes(p, key_begin + warp_column + lane % 4 * 2);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll

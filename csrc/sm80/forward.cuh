@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 
     const int key_begin = block * kBlockN;
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN)) mask.apply(scores, lane_row, key_begin + lane % 4 * 2);
-    if (mask.visible != nullptr) Mask::hide(scores, mask.visible_columns(key_begin));
+    if (mask.visible != nullptr) mask.apply_holes(scores, key_begin + lane % 4 * 2);
     float rescale[kMTiles][2];
     softmax.update(scores, rescale, scale_log2);
     scale_rows(out, rescale);
