@@ -52,7 +52,9 @@ constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps it
 // Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for blocks that were launched
 // earlier, so that waiting always ends. PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k,
 // 16k, % of the default's speed: full 81 78 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they
-// passed turns on a step later.
+// passed turns on a step later. Tried and left: sums of dQ of their own for even and odd key blocks, so that two steps lie between what one
+// block and the next one add: at 2k, 4k, 16k full 89 86 84 -> 79 79 83, causal 87 84 82 -> 75 76 72. A kernel for dK and dV
+// and one for dQ would need no order, but seven products in place of five: 71 % at best.
 template <typename Shape>
 __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params, const BackwardTask& task, int consumer) {
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
