@@ -1,4 +1,4 @@
-"""`hf-flash2 bench attention`: our kernels, family by family, against torch's own, over several kinds of shapes.
+"""`hf-flash2 bench attention`: our kernels, family by family, against torch's own and, where it is installed, FlashAttention-4.
 
     papers   the grid of the FlashAttention papers: 16k tokens in all, hidden size 2048
     gqa      grouped key heads, beside as many key heads as query heads
@@ -37,7 +37,7 @@ from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varl
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
 PRODUCTS_OF_MODE = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OURS, SDPA, VARLEN, EAGER = "hf_flash2", "sdpa", "torch varlen_attn", "eager"
+OURS, SDPA, VARLEN, FA4, EAGER = "hf_flash2", "sdpa", "torch varlen_attn", "flash-attn 4", "eager"
 WARM_UP_CALLS = 5
 MEASURED_MS = 300.0  # GPU time per provider and point; rounds follow from it
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
@@ -440,6 +440,9 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
     ]
     if importlib.util.find_spec("torch.nn.attention.varlen"):  # since torch 2.10
         providers.append(Provider(VARLEN, torch_varlen, ("ragged", "window")))
+    fa4 = flash_attn_4()
+    if fa4 is not None:
+        providers.append(Provider(FA4, partial(other_flash, fa4), ("dense",)))
     return providers + [Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))] * with_eager
 
 
@@ -501,6 +504,25 @@ def torch_varlen(problem: Problem) -> Work:
     return Work(lambda: varlen_attn(*problem.packed_qkv, *sequences, **options), problem.packed_qkv, problem.packed_dout)
 
 
+def flash_attn_4() -> Callable[..., object] | None:
+    """flash_attn_func of the flash-attn-4 package, or None. It compiles at the first call of each shape, which takes seconds."""
+    try:
+        from flash_attn.cute.interface import flash_attn_func as function
+    except ImportError:
+        return None
+    return function
+
+
+def other_flash(function: Callable[..., object], problem: Problem) -> Work:
+    """A function with the signature of ours that returns out, or out and more."""
+
+    def attend() -> torch.Tensor:
+        result = function(*problem.qkv, causal=problem.point.causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Work(attend, problem.qkv, problem.dout)
+
+
 def eager(problem: Problem) -> Work:
     """What Transformers' eager attention computes."""
     point, hidden = problem.point, ~problem.visible
@@ -553,7 +575,7 @@ def measure(point: Point, providers: Iterable[Provider], device: torch.device, c
             if ran and provider.family not in ran:
                 raise RuntimeError(f"HF_FLASH2_FAMILY={provider.family} gave way to {', '.join(sorted(ran))}")
             calls[provider] = call
-        except (RuntimeError, ValueError, TypeError) as error:  # no such kernel, other arguments in this torch, or out of memory
+        except Exception as error:  # no such kernel, other arguments here, out of memory: every rival has exceptions of its own
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             print(f"{provider.name} left out at {point}: {reason}", file=sys.stderr)
         if provider not in calls:
@@ -620,7 +642,7 @@ def families_that_ran() -> Iterator[set[str]]:
 def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row] = ()) -> list[Row]:
     """Statistics of one point; `baseline` are the rows of the point that ours is compared with."""
     statistics = {name: middle(ms) for name, ms in times.items()}
-    best_rival = min((median for name, (_, median, _) in statistics.items() if name.startswith((SDPA, VARLEN))), default=None)
+    best_rival = min((median for name, (_, median, _) in statistics.items() if name.startswith((SDPA, VARLEN, FA4))), default=None)
     rows = []
     for name, (p20, median, p80) in statistics.items():
         tflops = point.tflop / median * 1e3

@@ -5,6 +5,8 @@ import csv
 import dataclasses
 import itertools
 import os
+import sys
+import types
 
 import pytest
 import torch
@@ -257,6 +259,27 @@ def test_both_signatures_of_varlen_attn(signature, monkeypatch):
     else:
         with pytest.raises(ValueError, match="no window"):
             bench.torch_varlen(bench.Problem(SMALL["window"], torch.device("cpu")))
+
+
+@pytest.mark.parametrize("and_more", (False, True), ids=("out", "out, lse"))
+def test_flash_attention_4_is_timed_where_it_is_installed(and_more, monkeypatch):
+    assert bench.FA4 not in {provider.name for provider in bench.all_providers([], with_eager=False)}
+    packages = {name: types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
+    for name, module in packages.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    calls = []
+
+    def flash_attn_func(q, k, v, causal=False):
+        calls.append(causal)
+        return (v, None) if and_more else v
+
+    packages["flash_attn.cute.interface"].flash_attn_func = flash_attn_func
+    (fa4,) = (provider for provider in bench.all_providers([], with_eager=False) if provider.name == bench.FA4)
+    assert {point.kind for point in SMALL.values() if fa4.takes(point)} == {"dense"}
+    problem = bench.Problem(SMALL["dense"], torch.device("cpu"))
+    assert fa4.prepare(problem).attend() is problem.qkv[2] and calls == [problem.point.causal]
+    (ours, *_) = bench.rows_of(problem.point, {"hf_flash2 sm90": [2.0], "sdpa cudnn": [3.0], bench.FA4: [1.0]})
+    assert ours.percent_of_best_rival == pytest.approx(50)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- measuring
