@@ -575,7 +575,7 @@ def measure(point: Point, providers: Iterable[Provider], device: torch.device, c
             if ran and provider.family not in ran:
                 raise RuntimeError(f"HF_FLASH2_FAMILY={provider.family} gave way to {', '.join(sorted(ran))}")
             calls[provider] = call
-        except Exception as error:  # no such kernel, other arguments here, out of memory: every rival has exceptions of its own
+        except expected_errors(provider) as error:
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             print(f"{provider.name} left out at {point}: {reason}", file=sys.stderr)
         if provider not in calls:
@@ -588,6 +588,11 @@ def measure(point: Point, providers: Iterable[Provider], device: torch.device, c
             with forced(provider.family):
                 queued[provider.name].append(clock.queue(call))
     return {name: clock.milliseconds(timings) for name, timings in queued.items()}
+
+
+def expected_errors(provider: Provider) -> tuple[type[Exception], ...]:
+    """No such kernel, other arguments in this torch, out of memory. Rivals have exceptions of their own."""
+    return (Exception,) if provider.family is None else (RuntimeError, ValueError, TypeError)
 
 
 def timed_call(mode: str, work: Work) -> Callable[[], object]:
@@ -642,7 +647,7 @@ def families_that_ran() -> Iterator[set[str]]:
 def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row] = ()) -> list[Row]:
     """Statistics of one point; `baseline` are the rows of the point that ours is compared with."""
     statistics = {name: middle(ms) for name, ms in times.items()}
-    best_rival = min((median for name, (_, median, _) in statistics.items() if name.startswith((SDPA, VARLEN, FA4))), default=None)
+    best_rival = min((median for name, (_, median, _) in statistics.items() if not name.startswith((OURS, EAGER))), default=None)
     rows = []
     for name, (p20, median, p80) in statistics.items():
         tflops = point.tflop / median * 1e3

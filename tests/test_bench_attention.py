@@ -263,6 +263,7 @@ def test_both_signatures_of_varlen_attn(signature, monkeypatch):
 
 @pytest.mark.parametrize("and_more", (False, True), ids=("out", "out, lse"))
 def test_flash_attention_4_is_timed_where_it_is_installed(and_more, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not
     assert bench.FA4 not in {provider.name for provider in bench.all_providers([], with_eager=False)}
     packages = {name: types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
     for name, module in packages.items():
@@ -316,6 +317,20 @@ def test_one_that_cannot_run_is_left_out_with_its_reason(few_calls, capsys, erro
     times = bench.measure(SMALL["dense"], [dense_provider("broken", fails), dense_provider("good")], torch.device("cpu"), FakeClock())
     assert list(times) == ["good"]
     assert capsys.readouterr().err == "broken left out at bwd d 32 heads 4/4 causal 2 x 64: no memory\n"
+
+
+def test_what_is_wrong_with_ours_is_not_left_out(few_calls, capsys):
+    """Where a rival's compiler may raise anything."""
+
+    def fails():
+        raise LookupError("wrong")
+
+    def times(family):
+        return bench.measure(SMALL["dense"], [dense_provider("broken", fails, family)], torch.device("cpu"), FakeClock())
+
+    assert times(None) == {} and "broken left out" in capsys.readouterr().err
+    with pytest.raises(LookupError, match="wrong"):
+        times("sm90")
 
 
 @pytest.mark.parametrize("ran", ("sm80", "sm90"))

@@ -284,6 +284,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
       const auto advance = [&](auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
+        // NOTE: before the products are issued: a branch between them and their wait makes ptxas serialise.
         const uint32_t visible = kMasked ? mask.visible_columns(block * kBlockN) : 0;
         const int stage_v = use % kStages, parity_v = use / kStages & 1;
         ++use;
