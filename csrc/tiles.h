@@ -171,7 +171,7 @@ struct ForwardTile<256, TileSize::kSmall> {
 // (4 N + 4 kStages M) D' bytes for K, V, Q and dO, 2 kStages M N for dS, and in fp32 4 M D' for dQ on its way out (to d 128) or 4 M N for P
 // (above): 194, 193, 193, 177 and 225 KB; 153 KB at d 192 with 128 of V. And 1 KB of zeros in padded batches.
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
-// d 64 and 128; dQ takes the place of S. M is what D' leaves for dQ in two pieces of 64 x 64.
+// d 64 and 128; dQ takes the place of dP. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 64 of dQ: 224 at d 256.
 template <int kHeadDim>
 struct BackwardTile;

@@ -5,13 +5,15 @@
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
 // each; of the last, one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for
 // dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
-// dS, and one can be half a step ahead: they take turns at S and dQ, and while one computes P or dS the other has the tensor cores.
-// PERF: what the whole backward reaches is in docs/h200. That dQ comes a step later and that there are turns, in a script whose calls follow each
-// other, one H200 at its power limit: d 128 full at 512, 1k, 4k, 16k 392 500 621 593 -> 415 522 651 615 TFLOP/s, causal 248 371 534 570 -> 251
-// 379 570 607; without turns 1 % less. In the figures, where the clock is free, level, and 14 % faster in deterministic mode (4k: 518 -> 590). In
-// a profile, a step in which both met for dS took 4,200 cycles, its products 2,560. Tried and left: S of the next step issued under dQ (4k: 621
-// -> 540); dK of a step under the next one's exponentials, from dS in shared memory (562 -> 511); dQ by vector reductions from registers (16k:
-// 586 -> 486). Carrying S over the loop edge made ptxas serialise every wgmma.
+// dS, and one can be half a step ahead: they take turns at dQ, dK and S, and while one computes P and dS the other has the tensor cores.
+// PERF: dQ, the dK of a step and the S of the next are under way together. The loop ends behind dS, where no product is: carried over the edge,
+// one makes ptxas serialise all. One H200 at its full clock, at 512, 1k, 4k, 16k, against a loop that ends behind dK, TFLOP/s: d 64 full 346
+// 438 542 587 -> 375 477 582 622, causal 220 324 487 579 -> 216 331 514 609; d 128 full 405 515 643 683 -> 417 529 667 697, causal 253 384 587
+// 665 -> 251 381 601 670. Without turns, full at 1k, 4k, 16k, d 64 472 577 622 -> 451 555 603, d 128 525 657 695 -> 497 608 634.
+// Profiled at d 128, the loop that ended behind dK: shared memory was 81 % busy with what the products read and what threads load and store,
+// beside what the copy engine moves; the tensor cores 75 %. Left out, the stores and additions of dQ are worth 8 % (16k), loads of Q and dO 2 %,
+// of lse and delta 1 %. float4 loads of lse and delta: 4 to 9 % slower. Tried and left as well: dS stored before S is issued (16k: 699 -> 675);
+// dK from dS in shared memory (562 -> 511); dQ by vector reductions from registers (586 -> 486).
 #pragma once
 #include "device/semaphore.cuh"
 #include "sm90/backward_parts.cuh"
@@ -159,53 +161,32 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   };
   const auto pass_turn = [&] { named_barrier_arrive(consumer_turn(1 - consumer), Shape::kConsumerThreads); };
 
-  const auto advance = [&](uint32_t step, int query_block, auto is_first) {  // is_first: an integral_constant<bool>
-    constexpr bool kFirst = decltype(is_first)::value;
-    // PERF: dQ before S, dP issued under its turn, and the exponentials, of which there are twice as many: d 64 full at 2k, 16k 509 533 ->
-    // 518 540 TFLOP/s, causal 512, 2k 216 419 -> 220 429; d 128 598 614 -> 574 573, causal 252 498 -> 247 483.
-    constexpr bool kDqFirst = kBlockM == 128;
-    const uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float p[kBlockM / 8][4], ds[kBlockM / 8][4], dq[8][4];     // S and then P, dP and then dS; dQ of the step before
-    uint32_t p_rounded[kBlockM / 4], ds_rounded[kBlockM / 4];  // as A operands
-    const auto issue_s = [&] { issue_scores<Shape, T>(&p[0][0], hidden(keys), shared.q(stage)); };
-    const auto issue_dp = [&] {
-      mbarrier_wait(shared.dout_full(stage), parity);
-      issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
-    };
-    mbarrier_wait(shared.q_full(stage), parity);
-    RowValues<8> lse_log2(shared.lse_log2(stage));  // PERF: before the products, which keep shared memory busy
-    named_barrier_sync(consumer_turn(consumer), Shape::kConsumerThreads);
-    if constexpr (kDqFirst) {
-      if constexpr (!kFirst) issue_dq(dq, step - 1);
-      issue_s();
-      if constexpr (!kFirst) {
-        wgmma_wait<1>();
-        store_dq(dq);
-      }
-      issue_dp();
-      wgmma_wait<1>();
-    } else {
-      issue_s();
-      if constexpr (!kFirst) issue_dq(dq, step - 1);
-      wgmma_wait<kFirst ? 0 : 1>();
-      pass_turn();
-    }
-    wgmma_use<kBlockM / 2>(&p[0][0]);
+  using Scores = float[kBlockM / 8][4];
+  uint32_t ds_rounded[kBlockM / 4];  // dS^T of the step that `advance` starts from, as A operand
+  const auto issue_s = [&](Scores& p, uint32_t step) {
+    mbarrier_wait(shared.q_full(step % kStages), step / kStages & 1);
+    issue_scores<Shape, T>(&p[0][0], hidden(keys), shared.q(step % kStages));
+  };
+  const auto issue_dk = [&](uint32_t step) { issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(step % kStages)); };
+  // Two buffers of dS: the other has said that its dS of the step before is there, and before that it had multiplied with this buffer.
+  const auto store_ds = [&](uint32_t step) {
+    const uint32_t stage = step % kStages;
+    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
+    named_barrier_arrive(ds_full(consumer, stage), Shape::kConsumerThreads);
+  };
+  // From S, in p, to dS, in ds_rounded; dV on the way. lse_log2: of the first 64 queries.
+  const auto differentiate_scores = [&](Scores& p, RowValues<8> lse_log2, uint32_t step, int query_block) {
+    const uint32_t stage = step % kStages;
+    Scores ds;  // dP and then dS
+    uint32_t p_rounded[kBlockM / 4];
+    mbarrier_wait(shared.dout_full(stage), step / kStages & 1);
+    issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
       const RowValues<8> lse_part = lse_log2;
       if (part + 1 < kBlockM / 64) lse_log2 = RowValues<8>(shared.lse_log2(stage) + (part + 1) * (64 * 4));
       exponentiate<8>(p + part * 8, lse_part, scale_log2);
-    }
-    if constexpr (kDqFirst) {
-      pass_turn();
-    } else {
-      if constexpr (!kFirst) {
-        wgmma_wait<0>();
-        store_dq(dq);
-      }
-      issue_dp();
     }
     // 64 queries at a time, and not before the last are multiplied: P in fp32 beside what dV reads would leave too few registers, and ptxas
     // would serialise (C7512).
@@ -225,12 +206,35 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       differentiate(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
     }
-    // Two buffers of dS: the other has said that its dS of the step before is there, and before that it had multiplied with this buffer.
-    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
-    named_barrier_arrive(ds_full(consumer, stage), Shape::kConsumerThreads);
-    issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
     wgmma_wait<0>();
-    mbarrier_arrive(shared.empty(stage));
+  };
+  // From dS of a step to that of the next, at `query_block`; with dQ of the step before, but not in the first.
+  const auto advance = [&](uint32_t step, int query_block, auto is_first) {  // is_first: an integral_constant<bool>
+    // S beside dQ and dK takes 208 registers at d 128, too many for ptxas (C7512): there it follows when dQ is stored.
+    constexpr bool kFirst = decltype(is_first)::value, kScoresEarly = kHeadDim < 128;
+    Scores p;
+    float dq[8][4];
+    clear_queries(shared, task, step + 1, query_block);
+    named_barrier_sync(consumer_turn(consumer), Shape::kConsumerThreads);
+    if constexpr (!kFirst) issue_dq(dq, step - 1);
+    issue_dk(step);
+    if constexpr (kScoresEarly) issue_s(p, step + 1);
+    if constexpr (!kFirst) {
+      wgmma_wait<kScoresEarly ? 2 : 1>();
+      store_dq(dq);
+    }
+    if constexpr (!kScoresEarly) {
+      issue_s(p, step + 1);
+      pass_turn();  // PERF: here at d 128 1 % faster from 4k on, at d 64 1 to 3 % slower
+    }
+    wgmma_wait<1>();
+    mbarrier_arrive(shared.empty(step % kStages));
+    store_ds(step);
+    const RowValues<8> lse_log2(shared.lse_log2((step + 1) % kStages));
+    if constexpr (kScoresEarly) pass_turn();
+    wgmma_wait<0>();
+    wgmma_use<kBlockM / 2>(&p[0][0]);
+    differentiate_scores(p, lse_log2, step + 1, query_block);
   };
 
   uint32_t step = first_step;
@@ -238,16 +242,29 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     wait_for_keys(shared, task, keys_parity);
     BackwardTask::Step at = task.first();
     clear_queries(shared, task, step, at.query_block);
-    advance(step, at.query_block, std::true_type{});
-    while (task.advance(at)) {
-      clear_queries(shared, task, ++step, at.query_block);
-      advance(step, at.query_block, std::false_type{});
-    }
-    float dq[8][4];
-    issue_dq(dq, step++);
+    Scores p;
+    issue_s(p, step);
+    const RowValues<8> lse_log2(shared.lse_log2(step % kStages));
     wgmma_wait<0>();
-    store_dq(dq);
+    wgmma_use<kBlockM / 2>(&p[0][0]);
+    differentiate_scores(p, lse_log2, step, at.query_block);
+    float dq[8][4];
+    if (task.advance(at)) {
+      advance(step++, at.query_block, std::true_type{});
+      while (task.advance(at)) advance(step++, at.query_block, std::false_type{});
+      issue_dq(dq, step - 1);
+      issue_dk(step);
+      wgmma_wait<1>();
+      store_dq(dq);
+    } else {
+      issue_dk(step);
+    }
+    store_ds(step);
+    issue_dq(dq, step);
+    wgmma_wait<0>();
     mbarrier_arrive(shared.keys_empty());
+    mbarrier_arrive(shared.empty(step++ % kStages));
+    store_dq(dq);
     wgmma_use<kHeadDim / 2>(&dk[0][0]);
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
   }
@@ -265,19 +282,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   const BackwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();
   shared.make_barriers(arguments.params.deterministic ? 2 : 1);
-  if (threadIdx.x >= Shape::kConsumerThreads) {
-    give_registers<Shape::kLoaderRegisters>();
-    const int warp = warp_index() - Shape::kConsumerThreads / 32;
-    if (warp == 0) {
-      if (elect_one()) load_tasks<Shape>(arguments, shared);
-    } else if (warp == 1) {
-      add_query_gradients<Shape>(arguments, shared);
-    } else if (warp == 2 && arguments.params.deterministic) {
-      watch_turns<Shape>(arguments, shared);
-    } else if (warp == 3) {
-      clear_gradient_gaps(arguments.params, shared);
-    }
-  } else {
+  if (threadIdx.x < Shape::kConsumerThreads) {  // the loader stands last in the source, first in the code: see forward.cuh
     take_registers<Shape::kConsumerRegisters>();
     uint32_t step = 0, key_blocks = 0;
     if (warpgroup_index() == 1) named_barrier_arrive(consumer_turn(0), Shape::kConsumerThreads);  // the first turn
@@ -286,6 +291,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
       key_blocks += task.has_steps();
     });
     if (warpgroup_index() == 0) named_barrier_sync(consumer_turn(0), Shape::kConsumerThreads);  // takes the turn nobody is left to take
+  } else {
+    give_registers<Shape::kLoaderRegisters>();
+    const int warp = warp_index() - Shape::kConsumerThreads / 32;
+    if (warp == 3) {
+      clear_gradient_gaps(arguments.params, shared);
+    } else if (warp == 2) {
+      if (arguments.params.deterministic) watch_turns<Shape>(arguments, shared);
+    } else if (warp == 1) {
+      add_query_gradients<Shape>(arguments, shared);
+    } else if (elect_one()) {
+      load_tasks<Shape>(arguments, shared);
+    }
   }
 }
 
