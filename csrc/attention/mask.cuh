@@ -130,11 +130,13 @@ struct Mask {
   // this thread's two keys, holes included, relative to its first column (2 * (lane % 4) of the tile).
   template <int kNTiles>
   static __device__ __forceinline__ void apply_transposed(float (&scores)[kNTiles][4], const int (&first)[2], const int (&last)[2]) {
+    static_assert(kNTiles <= 16, "32 columns a row");
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t seen = columns_up_to(last[half]) & ~columns_up_to(first[half] - 1);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (n * 8 + c % 2 < first[c / 2] || n * 8 + c % 2 > last[c / 2]) scores[n][c] = -INFINITY;
+      for (int i = 0; i < 2 * kNTiles; ++i) {
+        if (!(seen & 1u << i)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
       }
     }
   }

@@ -372,8 +372,8 @@ __device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& share
   const uint32_t stage = step % Shape::kStages, parity = step / Shape::kStages & 1;
   mbarrier_wait(shared.q_full(stage), parity);
   mbarrier_wait(shared.dout_full(stage), parity);
-  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads>(shared.q(stage), rows);
-  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads>(shared.dout(stage), rows);
+  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads, 1>(shared.q(stage), rows);
+  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads, 1>(shared.dout(stage), rows);
   async_proxy_fence();
   consumers_meet<Shape>();
 }

@@ -7,10 +7,11 @@ namespace hf_flash2::sm90 {
 
 // Clears rows [row_end, kRows) of a tile of panels (64 columns, kRows rows each) with threads 0 .. kThreads of the block. The callers fence
 // (async_proxy_fence) and meet at a barrier before anyone multiplies.
-template <int kRows, int kPanels, int kThreads>
+// PERF: kUnroll 1 where the kernel has this several times over.
+template <int kRows, int kPanels, int kThreads, int kUnroll = 2>
 __device__ __forceinline__ void clear_rows(uint32_t tile, int row_end) {
   constexpr int kChunks = kRows * 8 * kPanels;  // of 16 bytes
-#pragma unroll 2
+#pragma unroll kUnroll
   for (int i = threadIdx.x; i < kChunks; i += kThreads) {
     if (i / 8 % kRows >= row_end) store_shared(tile + i * 16, make_uint4(0, 0, 0, 0));
   }
