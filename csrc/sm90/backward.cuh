@@ -7,9 +7,10 @@
 // dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
 // dS, and one can be half a step ahead: they take turns at dQ, dK and S, and while one computes P and dS the other has the tensor cores.
 // PERF: dQ, the dK of a step and the S of the next are under way together. The loop ends behind dS, where no product is: carried over the edge,
-// one makes ptxas serialise all. One H200 at its full clock, at 512, 1k, 4k, 16k, against a loop that ends behind dK, TFLOP/s: d 64 full 346
-// 438 542 587 -> 375 477 582 622, causal 220 324 487 579 -> 216 331 514 609; d 128 full 405 515 643 683 -> 417 529 667 697, causal 253 384 587
-// 665 -> 251 381 601 670. Without turns, full at 1k, 4k, 16k, d 64 472 577 622 -> 451 555 603, d 128 525 657 695 -> 497 608 634.
+// one makes ptxas serialise all. One H200 at its full clock, at 512, 1k, 4k, against a loop that ends behind dK, TFLOP/s: d 64 full 346 439 542
+// -> 375 477 582, causal 220 324 486 -> 216 331 514; d 128 full 406 515 643 -> 417 529 667, causal 253 384 587 -> 251 381 601; at 16k, a build
+// before the last, 587 579 683 665 -> 623 608 697 670. Without turns, full at 1k, 4k, 16k, d 64 472 577 622 -> 451 555 603, d 128 525 657 695 ->
+// 497 608 634.
 // Profiled at d 128, the loop that ended behind dK: shared memory was 81 % busy with what the products read and what threads load and store,
 // beside what the copy engine moves; the tensor cores 75 %. Left out, the stores and additions of dQ are worth 8 % (16k), loads of Q and dO 2 %,
 // of lse and delta 1 %. float4 loads of lse and delta: 4 to 9 % slower. Tried and left as well: dS stored before S is issued (16k: 699 -> 675);
