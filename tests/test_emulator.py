@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(build.reason_not_buildable() is not None, reason
 FAULTS = {
     "none": "",
     "no copy wait": "read while a copy into it is in flight: a wait is missing",
-    "no thread barrier": None,
+    "no thread barrier": r"a race: warp \d (reads|writes) shared address 0x\w+, which warp \d (wrote|reads), with no barrier between",
     "no proxy fence": "without a fence.proxy.async after it",
     "no tensor wait": "read while a copy into it is in flight: a wait is missing",
     "wrong byte count": "deadlock: block 0: threads 0-127 wait for mbarrier at 0x4400, parity 0",
@@ -32,6 +32,8 @@ FAULTS = {
     "no kernel wait": "the end of the block before griddepcontrol.wait",
     "early access": "ld.acquire before griddepcontrol.wait",
     "no read wait": "ends before a bulk copy has read its shared memory",
+    "no product barrier": r"a race: warp \d reads shared address 0x\w+, which warp \d wrote, with no barrier between",
+    "untold reload": r"a race: warp 0 writes shared address 0x\w+, which warp 3 reads, with no barrier between|read while a copy into it",
 }
 
 

@@ -268,7 +268,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       }
       mbarrier_wait(shared.q_full(), tile & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
-      if (Shape::kStoreTiles && elected) bulk_wait_read<0>();  // before a barrier behind which the warpgroup may write its tile of O again
+      // Before the warpgroup may write its tile of O again: it waits for S, which no warp has before all have issued it.
+      if (Shape::kStoreTiles && elected) bulk_wait_read<0>();
       wait_turn();
       issue_scores(use % kStages);
       pass_turn();

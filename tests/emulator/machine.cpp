@@ -75,6 +75,7 @@ void thread_main() {
 void allocate(Block& block) {
   block.window = static_cast<unsigned char*>(aligned_alloc(1024, kWindowBytes));
   block.granules.resize(kWindowBytes / kGranule);
+  block.reads.resize(kWindowBytes / kGranule);
   block.fibers.resize(kMaxThreads);
   block.stacks = static_cast<char*>(
       mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -88,6 +89,7 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   block.live = threads;
   block.after_kernel_before = !machine.early;
   block.warps.assign(threads / kLanes, Warp{});
+  for (size_t warp = 0; warp < block.warps.size(); ++warp) block.warps[warp].clock[warp] = 1;
   block.barriers = {};
   block.groups.assign((block.warps.size() + kWarpsPerGroup - 1) / kWarpsPerGroup, Warpgroup{});
   block.loads.clear();
@@ -358,9 +360,17 @@ bool arrive(NamedBarrier& barrier, int id, int threads) {
   if (barrier.arrived > 0 && barrier.threads != threads)
     fail("barrier %d with %d threads, others use it with %d", id, threads, barrier.threads);
   barrier.threads = threads;
+  tell(barrier.told);
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   ++barrier.generation;
+  barrier.complete = barrier.told, barrier.told = {};
+  Block& block = *self().block;
+  for (size_t i = 0; i < block_size.x; ++i) {
+    const Fiber& fiber = block.fibers[i];
+    if (fiber.wait.kind == Wait::kBarrier && fiber.wait.where == static_cast<uint64_t>(id))
+      join(block.warps[fiber.warp].clock, barrier.complete);
+  }
   wake(*self().block, Wait::kBarrier, id);
   return true;
 }
@@ -373,7 +383,11 @@ void barrier_arrive(int id, int threads) {
 }
 
 void barrier_sync(int id, int threads) {
-  if (!arrive(self().block->barriers[id & 15], id, threads)) wait(Wait::kBarrier, id);
+  NamedBarrier& barrier = self().block->barriers[id & 15];
+  if (arrive(barrier, id, threads))
+    learn(barrier.complete);
+  else
+    wait(Wait::kBarrier, id);
 }
 
 // ---- mbarrier ----
@@ -402,6 +416,9 @@ void complete_if_done(Block& block, Mbarrier& barrier, uint32_t address) {
   if (barrier.pending != 0 || barrier.bytes() != 0) return;
   barrier.phase ^= 1;
   barrier.pending = barrier.count;
+  Teller& teller = block.mbarriers[address];
+  join(teller.complete, teller.told);
+  teller.told = {};
   wake(block, Wait::kMbarrier, address);
 }
 
@@ -425,20 +442,27 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   Mbarrier& barrier = mbarrier_at(*self().block, address);
   if (barrier.pending == 0) fail("mbarrier at 0x%x: more arrivals than the %d of its phase", address, static_cast<int>(barrier.count));
   barrier.pending -= 1;
+  tell(self().block->mbarriers[address].told);
   complete_if_done(*self().block, barrier, address);
   let_others_run();
 }
 
-bool mbarrier_completed(uint32_t address, uint32_t parity) { return mbarrier_at(*self().block, address).phase != (parity & 1); }
+bool mbarrier_completed(uint32_t address, uint32_t parity) {
+  if (mbarrier_at(*self().block, address).phase == (parity & 1)) return false;
+  learn(self().block->mbarriers[address].complete);
+  return true;
+}
 
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   while (!mbarrier_completed(address, parity)) wait(Wait::kMbarrier, address, parity);
 }
 
-void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes) {
-  Mbarrier& barrier = mbarrier_at(block, address);
-  barrier.set_bytes(barrier.bytes() - static_cast<int>(bytes));
-  complete_if_done(block, barrier, address);
+void mbarrier_complete_bytes(Block& block, const Copy& copy) {
+  Mbarrier& barrier = mbarrier_at(block, copy.mbarrier);
+  barrier.set_bytes(barrier.bytes() - static_cast<int>(copy.bytes));
+  uint32_t& told = block.mbarriers[copy.mbarrier].told[copy.warp];
+  told = std::max(told, copy.time);
+  complete_if_done(block, barrier, copy.mbarrier);
 }
 
 void wait_for_change(const int32_t* address) {

@@ -5,11 +5,12 @@
 // wgmma is computed. Shared memory starts as NaN, and so are the destination of a copy in flight and the accumulators of a pending
 // product: a missing wait is seen in the result. Where the emulator can tell, it says so in words instead and the launch fails:
 //   deadlock (with who waits where) - addresses outside the block's shared memory or misaligned - reads of shared memory that a copy has yet
-//   to fill - writes of what a wgmma or store has yet to read - wgmma and copies reading what was written without fence.proxy.async, and flat
-//   copies after an acquire or before a release without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers
-//   whose users disagree or that are left half full - more arrivals than a barrier expects - flat copies, semaphores, reductions and
-//   streaming loads of a kernel that was launched early before one of the block's threads has waited for the kernel before, and the end of a
-//   block without that wait (tensor copies and plain loads may come earlier: of inputs).
+//   to fill - writes of what a wgmma or store has yet to read - shared memory that two warps use, one of them writing, with no barrier between
+//   (order.cpp) - wgmma and copies reading what was written without fence.proxy.async, and flat copies after an acquire or before a release
+//   without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half
+//   full - more arrivals than a barrier expects - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early
+//   before one of the block's threads has waited for the kernel before, and the end of a block without that wait (tensor copies and plain
+//   loads may come earlier: of inputs).
 // Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, clusters, operations of part of
 // a warp, wgmma operands without swizzle, time.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.

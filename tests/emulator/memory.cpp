@@ -42,18 +42,25 @@ void start_filling(Block& block, uint32_t address, uint32_t bytes, uint32_t alig
   for_granules(block, address, bytes, [&](Granule& granule) {
     if (granule.filling) fail("a copy to shared address 0x%x while another one that fills it is in flight", address);
     check_readers(granule, address);
-    granule = {true, 0, 0, 0};
+    note_write(block, granule, address);
+    granule = {true, 0, 0, 0, granule.written_by, granule.written};
   });
 }
 
 // The source of a store: nobody may write it until it has been read.
 void start_reading(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment) {
   shared_bytes(address, bytes, alignment, Access::kAsyncRead);
-  for_granules(block, address, bytes, [](Granule& granule) { ++granule.readers; });
+  for_granules(block, address, bytes, [&](Granule& granule) {
+    note_read(block, granule, address);
+    ++granule.readers;
+  });
 }
 
 void end_reading(Block& block, uint32_t address, uint32_t bytes) {
-  for_granules(block, address, bytes, [](Granule& granule) { --granule.readers; });
+  for_granules(block, address, bytes, [&](Granule& granule) {
+    --granule.readers;
+    note_read(block, granule, address);
+  });
 }
 
 void end_filling(Block& block, uint32_t address, uint32_t bytes) {
@@ -145,6 +152,8 @@ void reset_shared_memory(Block& block) {
   memset(block.window + kDynamicBase, kPoison, block.dynamic_bytes);
   memset(block.window + kStaticBase, kPoison, kStaticBytes);
   std::fill(block.granules.begin(), block.granules.end(), Granule{});
+  std::fill(block.reads.begin(), block.reads.end(), Clock{});
+  block.mbarriers.clear();
 }
 
 unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, Access access, int lane) {
@@ -157,6 +166,7 @@ unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment
            access == Access::kWrite ? "written" : "read");
     if (access == Access::kWrite) {
       check_readers(granule, address);
+      note_write(block, granule, address);
       granule.writer = fiber.index.x + 1;
       granule.writer_epoch = fiber.proxy_epoch;
     } else if (access == Access::kAsyncRead && granule.writer != 0 &&
@@ -164,6 +174,7 @@ unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment
       fail("wgmma or the copy engine reads shared address 0x%x, which thread %d wrote without a fence.proxy.async after it", address,
            granule.writer - 1);
     }
+    if (access == Access::kRead) note_read(block, granule, address);
   });
   return memory;
 }
@@ -195,7 +206,7 @@ void perform(Block& block, const Copy& copy) {
           memset(block.window + address, 0, map.element_bytes);
       });
       end_filling(block, copy.shared, copy.bytes);
-      mbarrier_complete_bytes(block, copy.mbarrier, copy.bytes);
+      mbarrier_complete_bytes(block, copy);
       break;
     }
     case Copy::kTensorStore:
@@ -214,7 +225,7 @@ void perform(Block& block, const Copy& copy) {
     case Copy::kBulkLoad:
       memcpy(shared, copy.host, copy.bytes);
       end_filling(block, copy.shared, copy.bytes);
-      mbarrier_complete_bytes(block, copy.mbarrier, copy.bytes);
+      mbarrier_complete_bytes(block, copy);
       break;
     case Copy::kBulkStore:
     case Copy::kBulkAddFloats: {
@@ -268,8 +279,9 @@ void cp_async_wait(int pending) { finish_groups(*self().block, self().copy_group
 
 void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const int* coordinates, int rank) {
   Block& block = *self().block;
-  const Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
+  Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
   start_filling(block, destination, copy.bytes, 128);
+  copy.warp = self().warp, copy.time = now();
   tensor_bytes += copy.bytes;
   block.loads.push_back(copy);
 }
@@ -280,7 +292,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   check_flat_copy();
   Block& block = *self().block;
   start_filling(block, destination, bytes, 16);
-  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}});
+  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}, self().warp, now()});
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {

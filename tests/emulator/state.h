@@ -15,6 +15,11 @@ namespace emulator {
 
 struct Block;
 
+// How much of what each warp did is known: of warp i, what it did until its time [i], which goes on at each of its arrivals. Behind the warps,
+// of each warpgroup: how many of its products are complete.
+constexpr int kMaxWarps = kMaxThreads / kLanes;
+using Clock = std::array<uint32_t, kMaxWarps + kMaxWarps / kWarpsPerGroup>;
+
 // A copy whose bytes have not moved yet.
 struct Copy {
   enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats } kind;
@@ -25,6 +30,8 @@ struct Copy {
   uint32_t mbarrier;     // of loads by the copy engine
   std::array<int, 5> coordinates;
   std::vector<unsigned char> read;  // of stores: the bytes, once they have been read
+  int warp = 0;                     // that has asked for it
+  uint32_t time = 0;                // and when
 };
 
 // Accumulators of the 128 threads of a warpgroup between the first product that uses them and the wait that completes the last.
@@ -39,11 +46,13 @@ struct IssuedProduct {
   bool starts_chain;
   int threads;                        // that have issued it
   std::vector<uint32_t> a_registers;  // 128 x 4
+  Clock told;                         // by its warps when they issued it
 };
 
 struct Warpgroup {
   std::deque<IssuedProduct> products;
-  uint64_t first = 0;  // number of products.front(): older ones are computed
+  uint64_t first = 0;   // number of products.front(): older ones are computed
+  Clock complete = {};  // what was told for these
 };
 
 struct PendingAccumulators {
@@ -80,9 +89,16 @@ struct Warp {
   uint32_t runnable, arrived;
   const char* operation;  // what the arrived lanes wait to do together
   void* arguments[kLanes];
+  Clock clock;
+  uint64_t products;  // issued
 };
 
-struct NamedBarrier {
+// What those know who have arrived at a barrier, and what those who wait learn when all have.
+struct Teller {
+  Clock told = {}, complete = {};
+};
+
+struct NamedBarrier : Teller {
   int arrived = 0, threads = 0;
   uint64_t generation = 0;
 };
@@ -93,6 +109,8 @@ struct Granule {
   uint16_t readers;       // wgmma and stores in flight that will read it
   uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
   uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
+  uint16_t written_by;    // warp: the last write of any kind
+  uint32_t written;       // and when; 0: none
 };
 
 struct Block {
@@ -106,6 +124,8 @@ struct Block {
   unsigned char* window = nullptr;  // kWindowBytes of shared memory
   char* stacks = nullptr;           // of all threads
   std::vector<Granule> granules;
+  std::vector<Clock> reads;              // of a granule since its last write: when it was read, and by what product
+  std::map<uint32_t, Teller> mbarriers;  // by address
   uint32_t dynamic_bytes, static_bytes;
   std::map<std::string, uint32_t> static_variables;
   std::vector<Copy> loads;  // in flight
@@ -116,7 +136,17 @@ inline Fiber& self() { return *static_cast<Fiber*>(current); }
 void wait(Wait::Kind kind, uint64_t where, uint64_t what = 0);  // until woken
 void wake(Block& block, Wait::Kind kind, uint64_t where);
 
-void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes);
+void mbarrier_complete_bytes(Block& block, const Copy& copy);
+
+// Order of what warps do to shared memory (order.cpp).
+void join(Clock& clock, const Clock& other);
+void tell(Clock& clock);         // at an arrival: what this warp knows
+void learn(const Clock& clock);  // at the end of a wait
+uint32_t now();
+void note_read(Block& block, const Granule& granule, uint32_t address);
+void note_product(Block& block, const Granule& granule, uint32_t address, uint64_t number);  // of this warpgroup
+void learn_products(uint64_t count);                                                         // that so many are complete
+void note_write(Block& block, Granule& granule, uint32_t address);
 
 void perform(Block& block, const Copy& copy);  // the bytes move now
 bool finish_products(Block& block);            // those that some warpgroup waits for, if any

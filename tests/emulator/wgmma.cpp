@@ -65,6 +65,11 @@ struct Operand {
     });
   }
 
+  // By each warp that issues the product.
+  void note(Block& block, int extent, uint64_t number) const {
+    for_chunks(extent, [&](int, int, uint32_t address) { note_product(block, block.granules[address / kGranule], address, number); });
+  }
+
   // matrix[k][i] for i < extent.
   void read(Block& block, int extent, bool bf16, float* matrix) const {
     for_chunks(extent, [&](int outer, int piece, uint32_t address) {
@@ -127,11 +132,19 @@ void wgmma(float* d, const Product& product) {
   if (number == group.first + group.products.size()) {  // the first thread to issue it
     if (product.a_registers == nullptr) Operand(product.a, product.transpose_a).claim(*fiber.block, kM);
     Operand(product.b, product.transpose_b).claim(*fiber.block, product.n);
-    group.products.push_back({product, nullptr, false, 0, {}});
+    group.products.push_back({product, nullptr, false, 0, {}, {}});
     if (product.a_registers != nullptr) group.products.back().a_registers.resize(kGroupThreads * 4);
   }
   IssuedProduct& issued = group.products[number - group.first];
   if (!same(issued.product, product)) fail("wgmma number %d differs between threads of a warpgroup", static_cast<int>(number));
+
+  Warp& warp = fiber.block->warps[fiber.warp];
+  if (number == warp.products) {  // the first lane to issue it
+    if (product.a_registers == nullptr) Operand(product.a, product.transpose_a).note(*fiber.block, kM, number);
+    Operand(product.b, product.transpose_b).note(*fiber.block, product.n, number);
+    tell(issued.told);
+    ++warp.products;
+  }
 
   PendingAccumulators* pending = nullptr;
   for (PendingAccumulators& candidate : fiber.accumulators) {
@@ -174,6 +187,8 @@ void wgmma_wait(int pending) {
     fiber.product_groups.pop_front();
   }
   while (group.first < done) wait(Wait::kProducts, fiber.warp / kWarpsPerGroup, done);
+  learn_products(done);
+  learn(group.complete);
   const int thread = fiber.index.x % kGroupThreads;
   for (size_t p = fiber.accumulators.size(); p-- > 0;) {
     PendingAccumulators& accumulators = fiber.accumulators[p];
@@ -193,6 +208,7 @@ bool finish_products(Block& block) {
     if (wanted == UINT64_MAX || group.products.empty() || group.products.front().threads < kGroupThreads) continue;
     for (; group.first < wanted && group.products.front().threads == kGroupThreads; ++group.first) {
       compute(block, group.products.front());
+      join(group.complete, group.products.front().told);
       group.products.pop_front();
     }
     wake(block, Wait::kProducts, g);
