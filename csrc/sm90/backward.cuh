@@ -12,7 +12,7 @@
 // before the last, 587 579 683 665 -> 623 608 697 670. Without turns, full at 1k, 4k, 16k, d 64 472 577 622 -> 451 555 603, d 128 525 657 695 ->
 // 497 608 634.
 // Profiled at d 128, the loop that ended behind dK: shared memory was 81 % busy with what the products read and what threads load and store,
-// beside what the copy engine moves; the tensor cores 75 %. Left out, the stores and additions of dQ are worth 8 % (16k), loads of Q and dO 2 %,
+// beside what the copy engine moves; the tensor cores 75 %. Left out, the stores and additions of dQ are worth 8 % (8k), loads of Q and dO 2 %,
 // of lse and delta 1 %. float4 loads of lse and delta: 4 to 9 % slower. Tried and left as well: dS stored before S is issued (16k: 699 -> 675);
 // dK from dS in shared memory (562 -> 511); dQ by vector reductions from registers (586 -> 486).
 #pragma once
