@@ -104,24 +104,29 @@ struct Mask {
     return (even >> t / 2 & 0x55555555) | (odd >> t / 2 & 0x55555555) << 1;
   }
 
+  // Sets the scores of a row, one half of an accumulator's, to -inf in columns without a bit in `seen`, in the order of columns_up_to().
+  // PERF: bits go to predicates seven at a time, where a comparison each, with both limits, takes three instructions an element for one.
+  template <int kNTiles>
+  static __device__ __forceinline__ void keep_columns(float (&scores)[kNTiles][4], int half, uint32_t seen) {
+    static_assert(kNTiles <= 16, "32 columns a row");
+#pragma unroll
+    for (int i = 0; i < 2 * kNTiles; ++i) {
+      if (!(seen & 1u << i)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
+    }
+  }
+
   // Sets the masked scores of one mma.sync accumulator tile array to -inf: kMTiles x kNTiles tiles of 16 x 8 whose first row and column
   // in this thread are `row` (lane / 4 added) and `key` (2 * (lane % 4) added); and those of columns without a bit in `visible`.
   // 2^heads_log2 rows, those of as many heads, are one query.
-  // PERF: bits go to predicates seven at a time, where a comparison each, with both limits, takes three instructions an element for one.
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ void apply(float (&scores)[kMTiles][kNTiles][4], int row, int key, uint32_t visible = ~0u,
                                         int heads_log2 = 0) const {
-    static_assert(kNTiles <= 16, "32 columns a row");
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = (row + m * 16 + half * 8) >> heads_log2;
-        const uint32_t seen = columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1) & visible;
-#pragma unroll
-        for (int i = 0; i < 2 * kNTiles; ++i) {
-          if (!(seen & 1u << i)) scores[m][i / 2][half * 2 + i % 2] = -INFINITY;
-        }
+        keep_columns(scores[m], half, columns_up_to(last_key(query) - key) & ~columns_up_to(first_key(query) - key - 1) & visible);
       }
     }
   }
@@ -130,15 +135,8 @@ struct Mask {
   // this thread's two keys, holes included, relative to its first column (2 * (lane % 4) of the tile).
   template <int kNTiles>
   static __device__ __forceinline__ void apply_transposed(float (&scores)[kNTiles][4], const int (&first)[2], const int (&last)[2]) {
-    static_assert(kNTiles <= 16, "32 columns a row");
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = columns_up_to(last[half]) & ~columns_up_to(first[half] - 1);
-#pragma unroll
-      for (int i = 0; i < 2 * kNTiles; ++i) {
-        if (!(seen & 1u << i)) scores[i / 2][half * 2 + i % 2] = -INFINITY;
-      }
-    }
+    for (int half = 0; half < 2; ++half) keep_columns(scores, half, columns_up_to(last[half]) & ~columns_up_to(first[half] - 1));
   }
 
   // The same for the holes of a sequence that has some (visible != null), in the mma.sync kernels. PERF: with visible_columns() they

@@ -175,11 +175,13 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer(shared, stage) + consumer * (64 * 128), ds_rounded);
     named_barrier_arrive(ds_full(consumer, stage), Shape::kConsumerThreads);
   };
-  // From S, in p, to dS, in ds_rounded; dV on the way. lse_log2: of the first 64 queries.
+  // From S, in p and under way, to dS, in ds_rounded; dV on the way. lse_log2: of the first 64 queries.
   const auto differentiate_scores = [&](Scores& p, RowValues<8> lse_log2, uint32_t step, int query_block) {
     const uint32_t stage = step % kStages;
     Scores ds;  // dP and then dS
     uint32_t p_rounded[kBlockM / 4];
+    wgmma_wait<0>();
+    wgmma_use<kBlockM / 2>(&p[0][0]);
     mbarrier_wait(shared.dout_full(stage), step / kStages & 1);
     issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
@@ -233,8 +235,6 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     store_ds(step);
     const RowValues<8> lse_log2(shared.lse_log2((step + 1) % kStages));
     if constexpr (kScoresEarly) pass_turn();
-    wgmma_wait<0>();
-    wgmma_use<kBlockM / 2>(&p[0][0]);
     differentiate_scores(p, lse_log2, step + 1, query_block);
   };
 
@@ -245,10 +245,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     clear_queries(shared, task, step, at.query_block);
     Scores p;
     issue_s(p, step);
-    const RowValues<8> lse_log2(shared.lse_log2(step % kStages));
-    wgmma_wait<0>();
-    wgmma_use<kBlockM / 2>(&p[0][0]);
-    differentiate_scores(p, lse_log2, step, at.query_block);
+    differentiate_scores(p, RowValues<8>(shared.lse_log2(step % kStages)), step, at.query_block);
     float dq[8][4];
     if (task.advance(at)) {
       advance(step++, at.query_block, std::true_type{});

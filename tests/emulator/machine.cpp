@@ -364,13 +364,7 @@ bool arrive(NamedBarrier& barrier, int id, int threads) {
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   ++barrier.generation;
-  barrier.complete = barrier.told, barrier.told = {};
-  Block& block = *self().block;
-  for (size_t i = 0; i < block_size.x; ++i) {
-    const Fiber& fiber = block.fibers[i];
-    if (fiber.wait.kind == Wait::kBarrier && fiber.wait.where == static_cast<uint64_t>(id))
-      join(block.warps[fiber.warp].clock, barrier.complete);
-  }
+  complete(barrier);
   wake(*self().block, Wait::kBarrier, id);
   return true;
 }
@@ -384,10 +378,8 @@ void barrier_arrive(int id, int threads) {
 
 void barrier_sync(int id, int threads) {
   NamedBarrier& barrier = self().block->barriers[id & 15];
-  if (arrive(barrier, id, threads))
-    learn(barrier.complete);
-  else
-    wait(Wait::kBarrier, id);
+  if (!arrive(barrier, id, threads)) wait(Wait::kBarrier, id);
+  learn(barrier.complete);
 }
 
 // ---- mbarrier ----
@@ -416,9 +408,7 @@ void complete_if_done(Block& block, Mbarrier& barrier, uint32_t address) {
   if (barrier.pending != 0 || barrier.bytes() != 0) return;
   barrier.phase ^= 1;
   barrier.pending = barrier.count;
-  Teller& teller = block.mbarriers[address];
-  join(teller.complete, teller.told);
-  teller.told = {};
+  complete(block.mbarriers[address]);
   wake(block, Wait::kMbarrier, address);
 }
 

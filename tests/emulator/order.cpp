@@ -34,6 +34,11 @@ void tell(Clock& clock) {
   ++warp.clock[self().warp];
 }
 
+void complete(Teller& teller) {
+  join(teller.complete, teller.told);
+  teller.told = {};
+}
+
 void learn(const Clock& clock) { join(own_warp().clock, clock); }
 
 uint32_t now() { return own_warp().clock[self().warp]; }

@@ -93,7 +93,7 @@ struct Warp {
   uint64_t products;  // issued
 };
 
-// What those know who have arrived at a barrier, and what those who wait learn when all have.
+// What those know who have arrived at a barrier, and what those who wait learn when all have, from this and earlier generations.
 struct Teller {
   Clock told = {}, complete = {};
 };
@@ -141,6 +141,7 @@ void mbarrier_complete_bytes(Block& block, const Copy& copy);
 // Order of what warps do to shared memory (order.cpp).
 void join(Clock& clock, const Clock& other);
 void tell(Clock& clock);         // at an arrival: what this warp knows
+void complete(Teller& teller);   // at the last
 void learn(const Clock& clock);  // at the end of a wait
 uint32_t now();
 void note_read(Block& block, const Granule& granule, uint32_t address);
