@@ -47,8 +47,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
     r[2] = c, r[3] = d;
 }
 
-// Writes row lane / 4 + 8 * half of a warp's accumulators [16, kDTiles * 8], rounded to T, leaving out columns from `columns` on.
-template <typename T, int kDTiles>
+// Writes row lane / 4 + 8 * half of a warp's accumulators [16, kDTiles * 8], rounded to T, leaving out columns from `columns` on. kStreams: L2
+// lets it go before other things.
+template <bool kStreams = false, typename T, int kDTiles>
 __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half, T* row, bool valid, int columns) {
   static_assert(kDTiles % 4 == 0, "tiles are exchanged four at a time");
 #pragma unroll
@@ -58,7 +59,13 @@ __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half
     for (int i = 0; i < 4; ++i) pieces[i] = pack<T>(c[tile + i][half * 2], c[tile + i][half * 2 + 1]);
     transpose_quad(pieces);
     const int column = (tile + threadIdx.x % 4) * 8;
-    if (valid && column < columns) *reinterpret_cast<uint4*>(row + column) = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
+    if (!valid || column >= columns) continue;
+    uint4* const to = reinterpret_cast<uint4*>(row + column);
+    const uint4 x = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
+    if constexpr (kStreams)
+      __stcs(to, x);
+    else
+      *to = x;
   }
 }
 
