@@ -57,14 +57,19 @@ def truth(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
     return -log_p_label[:, 0], log_p.exp().scatter_(1, labels[:, None], log_p_label.expm1())
 
 
-def check(losses: torch.Tensor, gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    """Losses to float32's rounding; gradients to that of their dtype, a label's but for what the float32 sum leaves of p - 1."""
+def check(form: str, losses: torch.Tensor, gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Losses to float32's rounding; gradients to that of their dtype, a label's but for what the float32 sum leaves of p - 1.
+
+    torch's own sum on a CPU also loses terms under 2^-25 that come behind a p of almost 1, in the lane that has it: of 128,256 columns
+    4.2e-6 in 8 lanes (AVX2), 1.9e-6 in 16 (AVX-512). Allowed is what 8 lanes can lose, an eighth of 1 - p.
+    """
     expected_losses, expected = truth(logits, labels)
+    lost = 1e-5 if form == "torch" and not CUDA and logits.shape[1] > 100_000 else 0.0
     assert losses.dtype == torch.float32 and losses.shape == labels.shape
-    torch.testing.assert_close(losses.double(), expected_losses, rtol=4e-6, atol=4e-6)
+    torch.testing.assert_close(losses.double(), expected_losses, rtol=4e-6, atol=4e-6 + lost)
     info = torch.finfo(gradient.dtype)
     allowed = expected.abs() * (0.51 * info.eps + 2e-5) + max(info.smallest_normal * info.eps, 2.0**-126)
-    allowed.scatter_add_(1, labels[:, None], torch.full_like(allowed[:, :1], 5e-6))
+    allowed.scatter_add_(1, labels[:, None], torch.full_like(allowed[:, :1], 5e-6 + lost))
     assert gradient.dtype == logits.dtype and ((gradient.double() - expected).abs() <= allowed).all()
 
 
@@ -75,7 +80,7 @@ def test_loss_and_gradient(form, dtype, columns, scale):
     """Rows whose ends are not at multiples of 16 bytes among them."""
     logits, labels = problem(dtype, columns, scale)
     gradient = logits.clone()
-    check(cross_entropy_(gradient, labels), gradient, logits, labels)
+    check(form, cross_entropy_(gradient, labels), gradient, logits, labels)
 
 
 @pytest.mark.parametrize("columns", [40_001, 128_256])
@@ -85,7 +90,7 @@ def test_as_many_columns_as_vocabularies_have(form, dtype, columns):
     logits, labels = problem(dtype, columns, scale=0.5, rows=300 if CUDA else 6)
     gradient = logits.clone()
     losses = cross_entropy_(gradient, labels)
-    check(losses, gradient, logits, labels)
+    check(form, losses, gradient, logits, labels)
     again = logits.clone()
     assert torch.equal(cross_entropy_(again, labels), losses) and torch.equal(again, gradient)
 
@@ -98,7 +103,7 @@ def test_rows_of_a_wider_tensor(form, dtype, shift):
     wide = torch.full((len(labels), 77 + 20), float("nan"), dtype=dtype, device=DEVICE)
     inside = slice(shift, shift + 77)
     wide[:, inside] = logits
-    check(cross_entropy_(wide[:, inside], labels), wide[:, inside], logits, labels)
+    check(form, cross_entropy_(wide[:, inside], labels), wide[:, inside], logits, labels)
     wide[:, inside] = 0
     assert wide.isnan().sum() == len(labels) * 20
 
@@ -119,8 +124,8 @@ def test_rows_that_are_not_finite(form, dtype):
     losses = cross_entropy_(gradient, labels)
     assert losses.isnan().tolist() == expected_losses.isnan().tolist() == [True] * 4 + [False] * 2 + [True] + [False] * 2
     assert torch.equal(gradient.isnan(), expected.isnan()) and losses[7] == float("inf") and losses[8] == 0 and gradient[8].eq(0).all()
-    check(losses[4:6], gradient[4:6], logits[4:6], labels[4:6])
-    check(losses[8:], gradient[8:], logits[8:], labels[8:])
+    check(form, losses[4:6], gradient[4:6], logits[4:6], labels[4:6])
+    check(form, losses[8:], gradient[8:], logits[8:], labels[8:])
     torch.testing.assert_close(gradient[7].double(), expected[7], rtol=5e-3, atol=1e-7)
     assert gradient[7, 70] == -1
 
@@ -141,7 +146,7 @@ def test_a_label_that_is_no_class(form, label):
     losses = cross_entropy_(wide[:6], labels)
     assert losses[2].isnan() and wide[2].isnan().all() and wide[6].eq(5).all()
     others = [0, 1, 3, 4, 5]
-    check(losses[others], wide[others], logits[others], labels[others])
+    check(form, losses[others], wide[others], logits[others], labels[others])
 
 
 @pytest.mark.parametrize("form", ["kernel"], indirect=True)
