@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-PYTEST_FLAGS ?=
+# One worker per core without a GPU, one worker with one (tests/conftest.py), where pytest-xdist is there.
+PYTEST_FLAGS ?= $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo --numprocesses auto)
 VENV := .venv
 RUN := $(VENV)/bin/python
 NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools.command.bdist_wheel

@@ -108,6 +108,12 @@ def pytest_configure(config):
         config.pluginmanager.register(RunRecord(Path(config.getoption("--gpu-record"))))
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers():
+    """`-n auto`: one worker per core, each with one thread; in this process on a GPU, whose memory and time several tests measure."""
+    return 0 if DEVICE == "cuda" else min(os.cpu_count() or 1, 8)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if DEVICE == "cpu" and (item.get_closest_marker("gpu") or item.get_closest_marker("big_memory")):

@@ -20,7 +20,7 @@ from test_kernels import compare, peek_rng_state
 from hf_flash2 import flash_attn_func, flash_attn_ranges_func, functional, kernels, last_backend, native, ops
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable())),
 ]
 
