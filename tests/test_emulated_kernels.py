@@ -6,6 +6,7 @@ says nothing about speed, nor about what the hardware does that the emulator doe
 of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is not too long (3 minutes) in place of a sample of it.
 """
 
+import ctypes
 import dataclasses
 import os
 import zlib
@@ -166,6 +167,46 @@ def test_dq_is_cleared_first_where_keys_are_many(deterministic, emulate):
     check(emulate("sm90", sample, resident=4, deterministic=deterministic), sample)
 
 
+def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int]:
+    """How many chunks of dq were rounded beside the tasks of a Hopper backward, as its scratch says, and how many there are."""
+    (block_m, _), columns, warps = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64, 12  # of a thread block
+    tiles = len(case.lengths_q) * -(-max(case.lengths_q) // block_m) * case.heads[0]
+    ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(workspace + tiles * (block_m * (columns + 2) + 2) * 4)
+    written = [end for end in ends if end != -1]  # scratch is poisoned
+    assert len(written) % warps == 0
+    return sum((end - begin) // len(written) for begin, end in enumerate(written)), tiles * block_m * columns // (64 * 32)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize(("causal", "heads"), ((False, (16, 16)), (True, (8, 8)), (True, (16, 8))))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_dq_is_rounded_beside_tasks(head_dim, causal, heads, deterministic, emulate, library, monkeypatch):
+    """By thread blocks that do nothing else, while there are tasks; the rest by the last kernel."""
+    case = Case("rounded", head_dim, heads=heads, lengths_q=(256,) * (2 if heads == (16, 16) else 4), causal=causal)
+    rounded = []
+    backward = library.hf_flash2_backward
+
+    def recorded(params, addresses):
+        result = backward(params, addresses)
+        rounded.append(rounded_beside(kernels._BACKWARD_ADDRESSES.unpack(addresses)[-1], case, head_dim))
+        return result
+
+    monkeypatch.setattr(library, "hf_flash2_backward", recorded)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=2, resident=16, deterministic=deterministic), sample)
+    [(count, chunks)] = rounded
+    assert 0 < count < chunks
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("seed", range(3))
+def test_dq_is_not_rounded_before_all_keys_have_come(head_dim, seed, emulate):
+    """Two long tasks are not done when others stand far behind them."""
+    case = Case("early", head_dim, heads=(1, 1), lengths_q=(1100,) + (9,) * 62, lengths_k=(250,) + (9,) * 62, form="packed")
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=seed, resident=16), sample)
+
+
 UNSEEN = [
     Case("unseen", lengths_q=(300,), lengths_k=(40,), causal=True),
     Case("unseen", lengths_q=(40,), lengths_k=(300,), window=(0, 0)),  # a key block without queries
@@ -194,6 +235,7 @@ def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
     check(emulate(family, sample), sample)
 
 
+ROUNDING_WARPS = 96  # csrc/attention/workspace.cuh
 KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}  # of the Hopper backward: queries, keys
 
 
@@ -207,7 +249,7 @@ def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int)
         return sum(lengths) // size + batch if packed else batch * -(-seqlen // size)
 
     (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
-    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 2) + 1) * 4
+    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 2) + ROUNDING_WARPS + 1) * 4
     of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 4
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 

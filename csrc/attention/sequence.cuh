@@ -27,16 +27,16 @@ __device__ __forceinline__ int64_t first_block_of(const HfFlash2Sequences& seque
                                          : static_cast<int64_t>(batch) * ((max_seqlen + size - 1) / size);
 }
 
-// The query block of a thread block, in kernels that have one for each; the blocks of one head run next to each other.
+// Query block `index` of all; in kernels with a thread block for each, that of the thread block. Those of one head stand next to each other.
 struct QueryBlock {
   int blocks, number;  // of the longest sequence, and which of them
   int head, batch;
 
-  __device__ __forceinline__ QueryBlock(const HfFlash2ForwardParams& params, int block_m)
+  __device__ __forceinline__ QueryBlock(const HfFlash2ForwardParams& params, int block_m, uint32_t index = blockIdx.x)
       : blocks((params.max_seqlen_q + block_m - 1) / block_m),
-        number(blockIdx.x % blocks),
-        head(blockIdx.x / blocks % params.heads_q),
-        batch(blockIdx.x / blocks / params.heads_q) {}
+        number(index % blocks),
+        head(index / blocks % params.heads_q),
+        batch(index / blocks / params.heads_q) {}
 };
 
 // Address of token 0 of a sequence, for one head. 64-bit: tensors can exceed 2^31 elements.

@@ -6,9 +6,12 @@
 namespace hf_flash2 {
 
 struct Workspace {
+  static constexpr int kMostRoundingWarps = 96;  // of thread blocks that round dQ beside the backward: sm90/rounding.cuh
+
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
   int32_t* semaphores;  // [2, H, blocks]: who may write to a block of dq, or to either part of it, when; see preprocess.cuh and the kernels
+  int32_t* rounded;     // [kMostRoundingWarps]: how far each has come
   int32_t* next_unit;   // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
   int64_t blocks;       // query blocks of one head, over all sequences
   int64_t tiles;        // of all heads
@@ -20,7 +23,7 @@ struct Workspace {
 
   __host__ __device__ static int64_t bytes(const HfFlash2ForwardParams& params, int block_m, int columns) {
     const int64_t tiles = query_blocks(params, block_m) * params.heads_q;
-    return (tiles * (block_m * (columns + 2) + 2) + 1) * 4;
+    return (tiles * (block_m * (columns + 2) + 2) + kMostRoundingWarps + 1) * 4;
   }
 
   __host__ __device__ Workspace(const HfFlash2BackwardParams& params, int block_m, int columns)
@@ -28,7 +31,8 @@ struct Workspace {
     dq = static_cast<float*>(params.workspace);
     delta = dq + tiles * block_m * columns;
     semaphores = reinterpret_cast<int32_t*>(delta + tiles * block_m * 2);
-    next_unit = semaphores + 2 * tiles;
+    rounded = semaphores + 2 * tiles;
+    next_unit = rounded + kMostRoundingWarps;
   }
 
   __device__ __forceinline__ int32_t* semaphore(int64_t tile, int part = 0) const { return semaphores + part * tiles + tile; }

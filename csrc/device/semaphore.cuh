@@ -4,12 +4,17 @@
 
 namespace hf_flash2 {
 
+// How many turns have been passed; what the passers wrote before can be seen.
+__device__ __forceinline__ int semaphore_read(const int32_t* semaphore) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
+  return value;
+}
+
 // Waits until at least `turns` turns have been passed; what the passers wrote before can be seen. Called by one thread.
 __device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int turns) {
-  int value;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
-  } while (value < turns);
+  while (semaphore_read(semaphore) < turns) {
+  }
 }
 
 // Passes on one turn, or kEveryTurn there may be.

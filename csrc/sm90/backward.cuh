@@ -1,5 +1,5 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
-// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_kernel (gradients to their dtype).
+// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_kernel (what is left to round).
 //
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
@@ -17,7 +17,7 @@
 // dK from dS in shared memory (562 -> 511); dQ by vector reductions from registers (586 -> 486).
 #pragma once
 #include "device/semaphore.cuh"
-#include "sm90/backward_parts.cuh"
+#include "sm90/rounding.cuh"
 
 namespace hf_flash2::sm90 {
 
@@ -125,7 +125,14 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
   wait_for_kernel_before();  // it clears the semaphores
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
     task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(task, query_block, tile); });
-    if (elected) pass_turn();
+    if (elected) {
+      pass_turn();
+      if (arguments.rounding_blocks > 0 && task.q.length > 0) {  // which wait for all tasks of a part
+        bulk_wait_all();
+        bulk_global_fence();
+        semaphore_pass(workspace.semaphore(task.first_tile, 1));
+      }
+    }
     written = nullptr;
   });
   if (elected) bulk_wait_all();
@@ -279,6 +286,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();
+  if (blockIdx.x >= arguments.task_blocks) return round_beside_tasks<Shape, T>(arguments, shared.base);
   shared.make_barriers(arguments.params.deterministic ? 2 : 1);
   if (threadIdx.x < Shape::kConsumerThreads) {  // the loader stands last in the source, first in the code: see forward.cuh
     take_registers<Shape::kConsumerRegisters>();
@@ -293,7 +301,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
     give_registers<Shape::kLoaderRegisters>();
     const int warp = warp_index() - Shape::kConsumerThreads / 32;
     if (warp == 3) {
-      clear_gradient_gaps(arguments.params, shared);
+      clear_gradient_gaps(arguments, shared);
     } else if (warp == 2) {
       if (arguments.params.deterministic) watch_turns<Shape>(arguments, shared);
     } else if (warp == 1) {

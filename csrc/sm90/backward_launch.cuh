@@ -6,6 +6,7 @@
 #include "attention/preprocess.cuh"
 #include "launch.h"
 #include "sm90/backward.cuh"
+#include "sm90/backward_convert.cuh"
 #include "sm90/backward_wide.cuh"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
@@ -46,6 +47,29 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m,
     if (time < least) splits = n, least = time;
   }
   return splits;
+}
+
+// How many multiprocessors round dQ while the others compute (rounding.cuh), so that they keep up: a tile takes them kRoundingTime, the others
+// one for each key block that comes to it. None where half of one would do, or tasks are few: what ends with the last is not rounded there.
+// PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. One H200, at 512, 1k, 2k, 4k,
+// without -> with, TFLOP/s: d 64 full 398 504 572 586 -> 422 524 581 589, causal 239 356 466 525 -> 257 378 486 528; d 128 full 440 549 627 674 ->
+// 446 566 649 691, causal 267 406 525 612 -> 279 425 541 622; deterministic 0 to 7 % more as well, but d 128 causal at 512, 1 % less. Of 54 us that
+// the last kernel takes at 1k, 45 are saved; the others take 15 to 30 more.
+// Tried and left: dQ rounded by a warp of the block that adds to a tile last: d 128 at 512, 1k, 4k, full 419 530 665 -> 398 533 659, causal 255
+// 390 600 -> 232 370 588, as shared memory is what the consumers lack, and the warp has 24 registers. By the consumers, between two tasks:
+// level to 2 % slower. L2 told to forget what has been rounded (discard.global.L2): 1 % slower than without.
+template <typename Shape>
+int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, int multiprocessors) {
+  constexpr double kRoundingTime = 0.21;  // of a tile, in that of a query block of a task
+  constexpr int kFewTasks = 4;            // for each multiprocessor
+  constexpr int kMost = Workspace::kMostRoundingWarps / RoundingSizes<Shape>::kWarps;
+  if (Shape::kHeadDim > 128 || tasks < int64_t{kFewTasks} * multiprocessors) return 0;
+  const bool packed = params.sequences_k.cu_seqlens != nullptr;
+  const double keys = packed ? static_cast<double>(params.total_k) / params.batch : params.max_seqlen_k;
+  const double longest =
+      std::min<double>(keys / Shape::kBlockN, most_blocks_seen(params, params.max_seqlen_k, Shape::kBlockM, Shape::kBlockN));
+  const double key_blocks = std::max(1.0, is_triangular(params) ? (longest + 1) / 2 : longest);
+  return std::min(kMost, static_cast<int>(std::lround(kRoundingTime * multiprocessors / key_blocks)));
 }
 
 // What is decided from shapes alone.
@@ -98,7 +122,10 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // 522, d 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
-  const auto heads_of_rounds = [&](int n) { return std::max(1, n * multiprocessors(forward.device) / std::max(1, key_blocks)); };
+  const int64_t units = int64_t{key_blocks} * parts * forward.batch;
+  const int rounding = choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
+  const int computing = multiprocessors(forward.device) - rounding;
+  const auto heads_of_rounds = [&](int n) { return std::max(1, n * computing / std::max(1, key_blocks)); };
   const int64_t query_heads =
       heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
   int heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_of_rounds(1));
@@ -116,11 +143,10 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const Start start = brief ? Start::kEarly : Start::kInOrder;
   arguments.first_stores = Shape::kFirstStoresDq && (brief || params.deterministic);
 
-  // Tried and left: dQ rounded in the main kernel, by a warp of the block that adds to a tile last, in place of the third kernel. Where it runs,
-  // shared memory and its queue are what the consumers lack, and the warp has 24 registers: d 128 at 512, 1k, 4k, full 419 530 665 -> 398 533
-  // 659 TFLOP/s, causal 255 390 600 -> 232 370 588. To know who is last costs nothing: with neither, 477 570 666, 292 432 614.
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
+  arguments.query_blocks = static_cast<int>(query_blocks), arguments.rounding_blocks = rounding;
+  arguments.task_blocks = static_cast<int>(Shape::kTakesTasks ? std::min<int64_t>(units, computing) : units);
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
         params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream, "attention backward, sm90, preprocess");
@@ -129,16 +155,15 @@ void launch_backward(const HfFlash2BackwardParams& params) {
     preprocess(std::false_type{});
   else
     preprocess(std::true_type{});
-  const int64_t units = arguments.scheduler.units();
-  const int64_t blocks = Shape::kTakesTasks ? std::min<int64_t>(units, multiprocessors(forward.device)) : units;
   const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
   constexpr int kSharedBytes = BackwardShared<Shape>::kBytes;
-  compute(arguments, blocks, Shape::kThreads, kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0), forward.device, forward.stream,
-          "attention backward, sm90", start, kSharedBytes + kZeroBytes);
-  const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
-  const ConvertArguments convert{params, arguments.shares, static_cast<int>(query_blocks)};
-  launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
-                                   "attention backward, sm90, convert", start);
+  compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0),
+          forward.device, forward.stream, "attention backward, sm90", start, kSharedBytes + kZeroBytes);
+  using Rounding = RoundingSizes<Shape>;
+  int64_t pieces = query_blocks * Rounding::kOfTile;
+  if (plan.splits > 1) pieces = std::max<int64_t>(pieces, share_pieces<Shape>(forward));
+  launch<convert_kernel<Shape, T>>(arguments, std::min<int64_t>(pieces, multiprocessors(forward.device)), Shape::kThreads,
+                                   Rounding::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, convert", start);
 }
 
 // Calls f(shape) with the tiles for this call.

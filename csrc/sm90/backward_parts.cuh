@@ -1,5 +1,5 @@
 // What the two Hopper backward kernels share: sizes, shared memory, the problem of a thread block, the loading role, the products and the
-// steps between them, and the last pass. backward.cuh serves head dims to 128, backward_wide.cuh those above.
+// steps between them. backward.cuh serves head dims to 128, backward_wide.cuh those above.
 //
 // Scores are computed keys x queries, so that P and dS are A operands of dV and dK as they come out of the accumulators:
 //   S^T = K Q^T,  P^T = exp2(S^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q,  dQ += dS K
@@ -51,7 +51,10 @@ struct BackwardArguments {
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
   KeyGradientShares shares;
-  bool first_stores;  // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
+  int query_blocks;     // of all heads
+  int task_blocks;      // thread blocks that compute
+  int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
+  bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
 };
 
 // Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
@@ -70,9 +73,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
-  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
-  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);
-  static constexpr int kShareThreadBlocks = (kKeyGradientFloats / (64 * 32) + kDqPieces - 1) / kDqPieces;
+  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);  // of a key block, dK and dV
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
@@ -246,9 +247,10 @@ struct BackwardShared {
 
 // By a warp that has nothing else to do.
 template <typename Shape>
-__device__ __forceinline__ void clear_gradient_gaps(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared) {
-  if (may_have_gaps(params))
-    clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_backward_gap(params, blockIdx.x, gridDim.x, clear); });
+__device__ __forceinline__ void clear_gradient_gaps(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  if (may_have_gaps(arguments.params))
+    clear_gaps(shared.zeros(),
+               [&](const auto& clear) { for_each_backward_gap(arguments.params, blockIdx.x, arguments.task_blocks, clear); });
 }
 
 // The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
@@ -331,7 +333,7 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
     return take_next(workspace.next_unit);
   };
   const bool in_order = arguments.params.deterministic;
-  const int first = in_order ? 0 : gridDim.x;
+  const int first = in_order ? 0 : arguments.task_blocks;
   for (int unit = in_order ? take_unit() : blockIdx.x; unit < units; unit = first + take_unit()) {
     const BackwardTask task = BackwardTask::make<Shape>(arguments, unit);
     if (task.key_block * Shape::kBlockN >= task.k.length) continue;
@@ -490,91 +492,6 @@ __device__ __forceinline__ void store_key_gradient(const BackwardArguments& argu
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     store_row<true>(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns);
-}
-
-struct ConvertArguments {
-  HfFlash2BackwardParams params;
-  KeyGradientShares shares;
-  int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
-};
-
-// dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece, each with the
-// elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
-template <typename Shape, typename T>
-__device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params) {
-  constexpr int kBlockM = Shape::kBlockM;
-  const HfFlash2ForwardParams& forward = params.forward;
-  const QueryBlock at(forward, kBlockM);
-  const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
-  const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
-  if (row_begin >= seq.length) return;
-
-  const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  const Workspace workspace(params, kBlockM, Shape::kDqColumns);
-  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
-  const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
-  const bool written = !Shape::kFirstStoresDq || *workspace.semaphore(tile) != 0;
-  float dq[8][4];
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(accumulated + (n * 128 + thread) * 4);
-    dq[n][0] = written ? x.x * forward.softmax_scale : 0.f, dq[n][1] = written ? x.y * forward.softmax_scale : 0.f;
-    dq[n][2] = written ? x.z * forward.softmax_scale : 0.f, dq[n][3] = written ? x.w * forward.softmax_scale : 0.f;
-  }
-  const int column = Shape::kDqByRows ? 0 : piece * 64;
-  T* gdQ = token_pointer<T>(params.dq, batch, head, seq.start) + column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = row_begin + (Shape::kDqByRows ? piece * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;
-    store_row(dq, half, gdQ + row * params.dq.token_stride, row < seq.length, forward.head_dim - column);
-  }
-}
-
-// dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
-// the elements that it held as a consumer; `block` counts thread blocks.
-template <typename Shape, typename T>
-__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int block) {
-  constexpr int kColumns = 32, kPieceFloats = 64 * kColumns;
-  const HfFlash2ForwardParams& forward = params.forward;
-  const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
-  const int key_block = tile % key_blocks, head = tile / key_blocks % forward.heads_k, batch = tile / key_blocks / forward.heads_k;
-  const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
-  const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
-  if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientFloats / kPieceFloats) return;
-
-  float sum[kColumns / 8][4] = {};
-#pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
-  for (int split = 0; split < static_cast<int>(shares.splits.divisor); ++split) {
-    const int part = head * shares.splits.divisor + split;
-    const float* share = shares.tile<Shape>(forward, batch, part, key_block) + piece * kPieceFloats;
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const float4 x = reinterpret_cast<const float4*>(share)[n * 128 + thread];
-      sum[n][0] += x.x, sum[n][1] += x.y, sum[n][2] += x.z, sum[n][3] += x.w;
-    }
-  }
-  constexpr int kPiecesDk = Shape::kBlockN * Shape::kHeadDim / kPieceFloats;
-  const bool is_dk = piece < kPiecesDk;
-  const int of_gradient = is_dk ? piece : piece - kPiecesDk, across = (is_dk ? Shape::kHeadDim : Shape::kHeadDimV) / kColumns;
-  const int row_begin = key_block * Shape::kBlockN + of_gradient / across * 64, column = of_gradient % across * kColumns;
-  const HfFlash2Tensor& tensor = is_dk ? params.dk : params.dv;
-  T* rows = token_pointer<T>(tensor, batch, head, seq.start) + column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = row_begin + thread / 32 * 16 + thread % 32 / 4 + half * 8;
-    store_row(sum, half, rows + row * tensor.token_stride, row < seq.length, (is_dk ? forward.head_dim : forward.head_dim_v) - column);
-  }
-}
-
-// Last pass: gradients to their dtype, dQ from its accumulator, dK and dV from their shares where there are some.
-template <typename Shape, typename T>
-__global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
-  wait_for_kernel_before();
-  const int block = blockIdx.x;
-  if (block < arguments.query_blocks)
-    convert_query_gradient<Shape, T>(arguments.params);
-  else
-    add_shares<Shape, T>(arguments.params, arguments.shares, block - arguments.query_blocks);
 }
 
 }  // namespace hf_flash2::sm90

@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
         wait_for_kernel_before();  // it clears the semaphores
         for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
       } else if (warp == 3) {
-        clear_gradient_gaps(arguments.params, shared);
+        clear_gradient_gaps(arguments, shared);
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   } else {
     const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
     if (task.key_block * Shape::kBlockN >= task.k.length) {
-      if (warp == 3) clear_gradient_gaps(arguments.params, shared);
+      if (warp == 3) clear_gradient_gaps(arguments, shared);
       return wait_for_kernel_before();
     }
     shared.make_barriers();
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
         wait_for_kernel_before();
         keep_order<Shape>(arguments.params, task, warp - 1);
       } else if (warp == 3) {
-        clear_gradient_gaps(arguments.params, shared);
+        clear_gradient_gaps(arguments, shared);
       }
     } else {
       take_registers<Shape::kConsumerRegisters>();

@@ -343,6 +343,7 @@ void collective(const char* operation, void* arguments, void (*perform)(void* co
     warp.operation = operation;
   else if (warp.operation != operation && strcmp(warp.operation, operation) != 0)
     fail("%s while other lanes of the warp are in %s", operation, warp.operation);
+  fiber.seen = {};  // who meets others between two looks at a value does not spin
   warp.arguments[fiber.lane] = arguments;
   warp.arrived |= 1u << fiber.lane;
   if (warp.arrived != 0xffffffffu) return wait(Wait::kWarp, fiber.warp);

@@ -84,7 +84,7 @@ struct Shuffle {
 };
 // The value of lane source(lane).
 template <typename T>
-T shuffle(unsigned mask, const char* operation, T value, int source) {
+T shuffle_word(unsigned mask, const char* operation, T value, int source) {
   static_assert(sizeof(T) == 4);
   whole_warp(mask, operation);
   Shuffle exchange{ptx::bits<uint32_t>(value), source};
@@ -94,6 +94,15 @@ T shuffle(unsigned mask, const char* operation, T value, int source) {
     for (int i = 0; i < kLanes; ++i) static_cast<Shuffle*>(lanes[i])->value = values[static_cast<Shuffle*>(lanes[i])->source];
   });
   return ptx::bits<T>(exchange.value);
+}
+template <typename T>
+T shuffle(unsigned mask, const char* operation, T value, int source) {
+  if constexpr (sizeof(T) == 8) {
+    const uint64_t low = shuffle_word(mask, operation, static_cast<uint32_t>(value), source);
+    return static_cast<uint64_t>(shuffle_word(mask, operation, static_cast<uint32_t>(value >> 32), source)) << 32 | low;
+  } else {
+    return shuffle_word(mask, operation, value, source);
+  }
 }
 inline uint32_t ballot(unsigned mask, const char* operation, bool predicate) {
   whole_warp(mask, operation);
@@ -122,6 +131,8 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
 inline int __any_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__any_sync", predicate != 0) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__all_sync", predicate != 0) == 0xffffffffu; }
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__ballot_sync", predicate != 0); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline void __nanosleep(unsigned) { emulator::let_others_run(); }
 
 // ---- The runtime ----
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101, cudaErrorLaunchFailure = 719 };
