@@ -1,5 +1,5 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
-// Launched by backward_launch.cuh between preprocess_kernel (delta) and convert_kernel (what is left to round).
+// Launched by backward_launch.cuh between preprocess_kernel (delta) and the last kernel, convert_kernel or round_rest_kernel.
 //
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
@@ -26,8 +26,16 @@ struct BackwardShape : BackwardSizes<kHeadDim> {
   using Sizes = BackwardSizes<kHeadDim>;
   static_assert(Sizes::kBlockN == 128 && Sizes::kDqPieces == 2, "64 keys and one piece of dQ a consumer");
   static_assert(Sizes::kStages == 2, "a buffer of dS and a ds_full() of every consumer for each");
+  static constexpr bool kRounds = false;
   static constexpr int kDqPieceBytes = Sizes::kDqPieceFloats * 4;
   static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + 2 * kDqPieceBytes;  // dS, then dQ in fp32
+};
+
+// With thread blocks that round dQ. PERF: a kernel of its own, as their code changes what ptxas makes of the loop: d 64 at 8k, 16k, one H200,
+// 610 609 -> 600 594 TFLOP/s without any such block.
+template <typename Shape>
+struct Rounds : Shape {
+  static constexpr bool kRounds = true;
 };
 
 template <typename Shape>
@@ -127,7 +135,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(task, query_block, tile); });
     if (elected) {
       pass_turn();
-      if (arguments.rounding_blocks > 0 && task.q.length > 0) {  // which wait for all tasks of a part
+      if (Shape::kRounds && task.q.length > 0) {  // for who waits for all tasks of a part
         bulk_wait_all();
         bulk_global_fence();
         semaphore_pass(workspace.semaphore(task.first_tile, 1));
@@ -286,7 +294,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();
-  if (blockIdx.x >= arguments.task_blocks) return round_beside_tasks<Shape, T>(arguments, shared.base);
+  if constexpr (Shape::kRounds) {
+    if (blockIdx.x >= arguments.task_blocks) return round_beside_tasks<Shape, T>(arguments, shared.base);
+  }
   shared.make_barriers(arguments.params.deterministic ? 2 : 1);
   if (threadIdx.x < Shape::kConsumerThreads) {  // the loader stands last in the source, first in the code: see forward.cuh
     take_registers<Shape::kConsumerRegisters>();

@@ -1,30 +1,62 @@
-// The last kernel of the Hopper backward: gradients to their dtype, dQ from its accumulator where that has not been done beside the backward
-// (rounding.cuh), dK and dV from their shares where there are some.
+// The last kernel of the Hopper backward: gradients to their dtype, dQ from its accumulator, dK and dV from their shares where there are some.
+// Where thread blocks of the main kernel have rounded dQ, round_rest_kernel (rounding.cuh) stands in its place.
 #pragma once
-#include "sm90/rounding.cuh"
+#include "sm90/backward_parts.cuh"
 
 namespace hf_flash2::sm90 {
 
-// In so many pieces the shares of dK and dV are added up.
-template <typename Shape>
-__host__ __device__ int share_pieces(const HfFlash2ForwardParams& params) {
-  const int key_blocks = (params.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN;
-  return key_blocks * params.heads_k * params.batch * (Shape::kKeyGradientFloats / (64 * 32));
+struct ConvertArguments {
+  HfFlash2BackwardParams params;
+  KeyGradientShares shares;
+  int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
+};
+
+// dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece, each with the
+// elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
+template <typename Shape, typename T>
+__device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params) {
+  constexpr int kBlockM = Shape::kBlockM;
+  const HfFlash2ForwardParams& forward = params.forward;
+  const QueryBlock at(forward, kBlockM);
+  const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
+  const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
+  if (row_begin >= seq.length) return;
+
+  const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const Workspace workspace(params, kBlockM, Shape::kDqColumns);
+  const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
+  const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
+  const bool written = !Shape::kFirstStoresDq || *workspace.semaphore(tile) != 0;
+  float dq[8][4];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(accumulated + (n * 128 + thread) * 4);
+    dq[n][0] = written ? x.x * forward.softmax_scale : 0.f, dq[n][1] = written ? x.y * forward.softmax_scale : 0.f;
+    dq[n][2] = written ? x.z * forward.softmax_scale : 0.f, dq[n][3] = written ? x.w * forward.softmax_scale : 0.f;
+  }
+  const int column = Shape::kDqByRows ? 0 : piece * 64;
+  T* gdQ = token_pointer<T>(params.dq, batch, head, seq.start) + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_begin + (Shape::kDqByRows ? piece * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;
+    store_row(dq, half, gdQ + row * params.dq.token_stride, row < seq.length, forward.head_dim - column);
+  }
 }
 
 // dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
-// the elements that it held as a consumer; `index` counts pieces.
+// the elements that it held as a consumer; `block` counts thread blocks.
 template <typename Shape, typename T>
-__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int index) {
-  constexpr int kColumns = 32, kPieceFloats = 64 * kColumns, kPieces = Shape::kKeyGradientFloats / kPieceFloats;
+__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int block) {
+  constexpr int kColumns = 32, kPieceFloats = 64 * kColumns;
   const HfFlash2ForwardParams& forward = params.forward;
-  const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = index / kPieces, piece = index % kPieces;
+  const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
   const int key_block = tile % key_blocks, head = tile / key_blocks % forward.heads_k, batch = tile / key_blocks / forward.heads_k;
-  const int thread = threadIdx.x % 128;
+  const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
   const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
-  if (key_block * Shape::kBlockN >= seq.length) return;
+  if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientFloats / kPieceFloats) return;
 
   float sum[kColumns / 8][4] = {};
+#pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
   for (int split = 0; split < static_cast<int>(shares.splits.divisor); ++split) {
     const int part = head * shares.splits.divisor + split;
     const float* share = shares.tile<Shape>(forward, batch, part, key_block) + piece * kPieceFloats;
@@ -48,15 +80,13 @@ __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params,
 }
 
 template <typename Shape, typename T>
-__global__ void __launch_bounds__(Shape::kThreads) convert_kernel(const __grid_constant__ BackwardArguments arguments) {
-  extern __shared__ __align__(1024) char memory[];
-  Rounder<Shape, T> rounder(arguments, shared_address(memory), blockIdx.x, gridDim.x);
+__global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
   wait_for_kernel_before();
-  while (rounder.has_more()) rounder.template round<false>(32);
-  if (!arguments.shares.split()) return;
-  const int pieces = share_pieces<Shape>(arguments.params.forward), groups = Shape::kThreads / 128;
-  for (int index = blockIdx.x * groups + threadIdx.x / 128; index < pieces; index += gridDim.x * groups)
-    add_shares<Shape, T>(arguments.params, arguments.shares, index);
+  const int block = blockIdx.x;
+  if (block < arguments.query_blocks)
+    convert_query_gradient<Shape, T>(arguments.params);
+  else
+    add_shares<Shape, T>(arguments.params, arguments.shares, block - arguments.query_blocks);
 }
 
 }  // namespace hf_flash2::sm90

@@ -123,7 +123,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
-  const int rounding = choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
+  const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
   const int computing = multiprocessors(forward.device) - rounding;
   const auto heads_of_rounds = [&](int n) { return std::max(1, n * computing / std::max(1, key_blocks)); };
   const int64_t query_heads =
@@ -155,15 +155,24 @@ void launch_backward(const HfFlash2BackwardParams& params) {
     preprocess(std::false_type{});
   else
     preprocess(std::true_type{});
-  const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
   constexpr int kSharedBytes = BackwardShared<Shape>::kBytes;
-  compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0),
-          forward.device, forward.stream, "attention backward, sm90", start, kSharedBytes + kZeroBytes);
-  using Rounding = RoundingSizes<Shape>;
-  int64_t pieces = query_blocks * Rounding::kOfTile;
-  if (plan.splits > 1) pieces = std::max<int64_t>(pieces, share_pieces<Shape>(forward));
-  launch<convert_kernel<Shape, T>>(arguments, std::min<int64_t>(pieces, multiprocessors(forward.device)), Shape::kThreads,
-                                   Rounding::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, convert", start);
+  const int shared_bytes = kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0), most_shared_bytes = kSharedBytes + kZeroBytes;
+  constexpr const char* kName = "attention backward, sm90";
+  if constexpr (Shape::kHeadDim <= 128) {
+    if (rounding > 0) {
+      launch<backward_kernel<Rounds<Shape>, T>>(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device,
+                                                forward.stream, kName, start, most_shared_bytes);
+      return launch<round_rest_kernel<Shape, T>>(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)),
+                                                 Shape::kThreads, RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream,
+                                                 "attention backward, sm90, round", start);
+    }
+  }
+  const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
+  compute(arguments, arguments.task_blocks, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start, most_shared_bytes);
+  const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
+  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks};
+  launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
+                                   "attention backward, sm90, convert", start);
 }
 
 // Calls f(shape) with the tiles for this call.

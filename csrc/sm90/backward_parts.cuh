@@ -73,7 +73,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
-  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);  // of a key block, dK and dV
+  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
+  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);
+  static constexpr int kShareThreadBlocks = (kKeyGradientFloats / (64 * 32) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;

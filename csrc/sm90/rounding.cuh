@@ -1,6 +1,6 @@
 // dQ = softmax_scale * its accumulator, rounded: from the accumulation order of the backward to rows. Some thread blocks of backward_kernel do
-// nothing else: while the others compute, they round the heads that are done, which L2 still holds. convert_kernel (backward_convert.cuh) does
-// what is left when there are no more tasks.
+// nothing else: while the others compute, they round the heads that are done, which L2 still holds. round_rest_kernel does what is left when there
+// are no more tasks.
 #pragma once
 #include "sm90/backward_parts.cuh"
 
@@ -45,7 +45,7 @@ struct RoundingChunk {
       const int heads = forward.heads_q / (forward.heads_k * static_cast<int>(arguments.shares.splits.divisor));  // of a part: BackwardTask
       const int64_t first_tile = workspace.first_block(forward, at.batch, at.head / heads * heads, Shape::kBlockM);
       found.done = semaphore_read(workspace.semaphore(first_tile, 1)) >= (k.length + Shape::kBlockN - 1) / Shape::kBlockN;
-    } else if (arguments.rounding_blocks > 0) {
+    } else {
       found.here = chunk >= workspace.rounded[chunk % (arguments.rounding_blocks * Sizes::kWarps)];
     }
     const int64_t tile = workspace.first_block(forward, at.batch, at.head, Shape::kBlockM) + at.number;
@@ -58,7 +58,7 @@ struct RoundingChunk {
 
 // A warp's chunks: every `stride`-th from `chunk` on, of 32 that its lanes look at those before the first that is not done, `most` at once.
 // PERF: by the copy engine, as what ordinary loads may have under way is limited by the L1 that shared memory leaves: 32 -> 60 GB/s a
-// multiprocessor that rounds while others compute. For the last kernel, which memory limits, both are the same.
+// multiprocessor that rounds while others compute.
 template <typename Shape, typename T>
 struct Rounder {
   using Sizes = RoundingSizes<Shape>;
@@ -156,7 +156,7 @@ struct Rounder {
   }
 };
 
-// By the thread blocks behind those that compute, until nobody will take a task any more: what ends with the last tasks is for convert_kernel,
+// By the thread blocks behind those that compute, until nobody will take a task any more: what ends with the last tasks is for the last kernel,
 // which has all multiprocessors. Waiting ends even if those that compute could not begin.
 template <typename Shape, typename T>
 __device__ __forceinline__ void round_beside_tasks(const BackwardArguments& arguments, uint32_t base) {
@@ -175,6 +175,15 @@ __device__ __forceinline__ void round_beside_tasks(const BackwardArguments& argu
       __nanosleep(500);
   }
   if (threadIdx.x % 32 == 0) workspace.rounded[number] = rounder.chunk;
+}
+
+// The last kernel: what is left, for all multiprocessors.
+template <typename Shape, typename T>
+__global__ void __launch_bounds__(Shape::kThreads) round_rest_kernel(const __grid_constant__ BackwardArguments arguments) {
+  extern __shared__ __align__(1024) char memory[];
+  Rounder<Shape, T> rounder(arguments, shared_address(memory), blockIdx.x, gridDim.x);
+  wait_for_kernel_before();
+  while (rounder.has_more()) rounder.template round<false>(32);
 }
 
 }  // namespace hf_flash2::sm90
