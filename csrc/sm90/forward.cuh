@@ -40,9 +40,11 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
   static constexpr int kOutBytes = Tile::kStoreTiles ? kQueryPanelBytes * kValuePanels : 0;
   static constexpr int kBarriers = 3 + 4 * Tile::kStages;
-  // Warpgroups whose rows all lie behind the sequence leave the tensor cores to the others. PERF: of 192 rows, the last tile of a head has 128
-  // at 512 and 64 at 1k. One H200, d 64 full, TFLOP/s: 390 450 -> 410 471. With 128 rows, in the same form, d 128 and d 256 lost 1 to 3 %.
-  static constexpr bool kLeavesIdleRows = Tile::kConsumers == 3;
+  // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
+  // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
+  // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64 keys,
+  // 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
+  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize == TileSize::kSmall);
   static constexpr int kSharedBytes =
       kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
@@ -133,7 +135,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   if (arguments.next_tile != nullptr)
     for_each_counted_tile<Shape::kBlockM>(arguments, load);
   else
-    for_each_tile<Shape::kLeavesIdleRows>(arguments, load);
+    for_each_tile<Shape::kConsumers == 3>(arguments, load);
   hand_over(ForwardTask::none());
 }
 
@@ -253,9 +255,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         async_proxy_fence();
         named_barrier_sync(kClearBarrier, kConsumers * 128);
       }
-      if (Shape::kLeavesIdleRows && task.row_begin + group * 64 >= task.q.length << arguments.tile_heads_log2) {
+      if constexpr (Shape::kLeavesBlocks) {
+        const int first_row = task.row_begin + group * 64, last_query = (first_row + 63) >> arguments.tile_heads_log2;
+        const bool idle = first_row >= task.q.length << arguments.tile_heads_log2;
+        // At least one block is for each, as rows that see no key have results, too.
+        const int own_end = idle ? task.key_block_begin : max(mask.key_block_end(last_query + 1, kBlockN), task.key_block_begin + 1);
 #pragma unroll 1
-        for (; block >= task.key_block_begin; --block, ++use) {
+        for (; block >= own_end; --block, ++use) {
           mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
           wait_turn();
           pass_turn();
@@ -263,8 +269,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
           if (elected) mbarrier_arrive(shared.v_empty(use % kStages));
         }
-        mbarrier_arrive(shared.q_empty());
-        continue;
+        if (idle) {
+          mbarrier_arrive(shared.q_empty());
+          continue;
+        }
       }
       mbarrier_wait(shared.q_full(), tile & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
