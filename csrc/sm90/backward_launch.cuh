@@ -137,9 +137,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {reinterpret_cast<float*>(plan.splits > 1 ? shares : nullptr), Divisor::of(plan.splits), plan.key_blocks};
 
-  // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, and 2 % at d 128, 4k; at d 64 it costs
-  // 3 to 5 % from 4k on, in the main kernel.
-  const bool brief = Shape::kHeadDim > 64 || forward.max_seqlen_k < 4096;
+  // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, and 2 % at d 128, 4k. One H200, d 64 at
+  // 4k, 8k, 16k, TFLOP/s: full 588 617 610 -> 608 629 616, causal 528 582 613 -> 548 593 607.
+  const bool brief = Shape::kHeadDim > 64 || forward.max_seqlen_k < 16384;
   const Start start = brief ? Start::kEarly : Start::kInOrder;
   arguments.first_stores = Shape::kFirstStoresDq && (brief || params.deterministic);
 
