@@ -17,6 +17,7 @@
 // dK from dS in shared memory (562 -> 511); dQ by vector reductions from registers (586 -> 486).
 #pragma once
 #include "device/semaphore.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/rounding.cuh"
 
 namespace hf_flash2::sm90 {

@@ -1,7 +1,9 @@
 // The last kernel of the Hopper backward: gradients to their dtype, dQ from its accumulator, dK and dV from their shares where there are some.
 // Where thread blocks of the main kernel have rounded dQ, round_rest_kernel (rounding.cuh) stands in its place.
 #pragma once
-#include "sm90/backward_parts.cuh"
+#include "device/grid_dependency.cuh"
+#include "sm90/backward_task.cuh"
+#include "sm90/store.cuh"
 
 namespace hf_flash2::sm90 {
 

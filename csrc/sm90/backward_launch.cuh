@@ -22,6 +22,8 @@ namespace hf_flash2::sm90 {
 // PERF: what splits bring, and that groups in launch order are at least a round (below). One H200, d 128, causal, batch 2, at 1k, 2k, 4k, 16k,
 // TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k:
 // 201 303 -> 275 396.
+// Tried and left: shares added in registers by whichever of two splits comes later, in place of in the last kernel. 64/8 at 1k, 4k 233 2367 -> 232
+// 2351 us, 32/8 at 1k, in 4 splits, 128 -> 142: the later waits some 4 us for memory. With splits, blocks that round dQ beside: level.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
   constexpr int kMostHeads = 4, kLongTask = 2048, kMostShares = 4;  // kMostShares: for their heads' sake

@@ -2,7 +2,8 @@
 // nothing else: while the others compute, they round the heads that are done, which L2 still holds. round_rest_kernel does what is left when there
 // are no more tasks.
 #pragma once
-#include "sm90/backward_parts.cuh"
+#include "device/convert.cuh"
+#include "sm90/backward_load.cuh"
 
 namespace hf_flash2::sm90 {
 

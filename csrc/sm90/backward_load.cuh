@@ -1,0 +1,166 @@
+// The loader of the Hopper backward, and what it shares with those that compute: addresses in shared memory, barriers, and the way of a task to
+// them.
+#pragma once
+#include "device/bulk_copy.cuh"
+#include "device/grid_dependency.cuh"
+#include "device/mbarrier.cuh"
+#include "device/semaphore.cuh"
+#include "device/tma.cuh"
+#include "device/warpgroup.cuh"
+#include "sm90/backward_task.cuh"
+#include "sm90/clear_gaps.cuh"
+
+namespace hf_flash2::sm90 {
+
+// Shared-memory addresses: tiles, the work space of the kernel, rows, then barriers. "full": the copy has landed; "empty": every consumer is
+// done with it.
+template <typename Shape>
+struct BackwardShared {
+  static constexpr int kStages = Shape::kStages, kBarriers = 5 + 3 * kStages;
+  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
+                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
+                                BackwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t k() const { return base; }
+  __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages) + stage * Shape::kDoutBytes; }
+  __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
+  __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
+  __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
+  __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return task() + BackwardTask::kBytes + i * 8; }
+  __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t keys_full() const { return barrier(2); }  // K and V
+  __device__ __forceinline__ uint32_t keys_empty() const { return barrier(3); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
+  __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }                 // backward_wide.cuh
+  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
+
+  // By the whole block. warps: those that read tasks beside the consumers.
+  __device__ __forceinline__ void make_barriers(int warps = 0) const {
+    if (threadIdx.x == 0) {
+      mbarrier_init(task_full(), 1);
+      mbarrier_init(task_empty(), Shape::kConsumerThreads + warps * 32);
+      mbarrier_init(keys_full(), 1);
+      mbarrier_init(keys_empty(), Shape::kConsumerThreads);
+      mbarrier_init(p_empty(), 128);
+      for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(q_full(stage), 1);
+        mbarrier_init(dout_full(stage), 1);
+        // By every thread, as each has read lse and delta. PERF: not slower than by one of a warpgroup behind a barrier of its threads, and
+        // compute-sanitizer can follow it.
+        mbarrier_init(empty(stage), Shape::kConsumerThreads);
+      }
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+  }
+};
+
+// By a warp that has nothing else to do.
+template <typename Shape>
+__device__ __forceinline__ void clear_gradient_gaps(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  if (may_have_gaps(arguments.params))
+    clear_gaps(shared.zeros(),
+               [&](const auto& clear) { for_each_backward_gap(arguments.params, blockIdx.x, arguments.task_blocks, clear); });
+}
+
+// The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel
+// before; for its end the consumers wait through them, too.
+template <typename Shape>
+struct Loader {
+  static constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
+  const BackwardArguments& arguments;
+  const BackwardShared<Shape>& shared;
+  uint32_t step = 0, key_blocks = 0;  // loaded so far: query blocks, and key blocks that some query sees
+
+  __device__ __forceinline__ void load(const BackwardTask& task) {
+    const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
+    const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
+    const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
+                                 int head) {
+#pragma unroll
+      for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
+    };
+    const auto load_keys = [&] {
+      const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
+      if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
+      mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
+      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head);
+      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head);
+    };
+
+    const uint32_t first_step = step;
+    step = task.for_each_step(
+        [&](uint32_t step, int head, int query_block, int tile) {
+          const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
+          const int token = task.q.start + query_block * kBlockM;
+          const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
+          mbarrier_wait(shared.empty(stage), released);
+          mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
+          load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
+          mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
+          load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token,
+                      head);
+          if (step == first_step) load_keys();  // PERF: a stage of the ring is free a step before K and V are
+          if (step == 0) {
+            wait_for_kernel_before();
+            bulk_global_fence();  // it wrote lse and delta by ordinary stores
+          }
+          bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
+          bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
+        },
+        step);
+    key_blocks += task.has_steps();
+  }
+};
+
+// Calls f(task) for every task that the loader hands over; by consumers and the warps that add or watch.
+template <typename Shape, typename F>
+__device__ __forceinline__ void for_each_task(const BackwardArguments& arguments, const BackwardShared<Shape>& shared, const F& f) {
+  for (uint32_t number = 0;; ++number) {
+    mbarrier_wait(shared.task_full(), number & 1);
+    const BackwardTask task = BackwardTask::load(shared.task(), arguments.params.forward);
+    mbarrier_arrive(shared.task_empty());
+    if (task.key_block == BackwardTask::kNone) return;
+    f(task);
+  }
+}
+
+// The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
+// behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
+// of a block that is not there yet would be a turn that those running wait for.
+// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last. In % of cuDNN at
+// 512, 1k, 4k on one H200, with what warpgroup_index() brings: d 64 full 111 108 108 -> 131 121 118, causal 114 115 115 -> 139 133 126; d 128
+// full 111 110 108 -> 118 113 110, causal 113 113 114 -> 122 120 117.
+template <typename Shape>
+__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  const int units = arguments.scheduler.units();
+  Loader<Shape> loader{arguments, shared};
+  uint32_t tasks = 0;  // handed over so far
+  const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
+  const auto take_unit = [&] {
+    wait_for_kernel_before();  // it clears the counter
+    return take_next(workspace.next_unit);
+  };
+  const bool in_order = arguments.params.deterministic;
+  const int first = in_order ? 0 : arguments.task_blocks;
+  for (int unit = in_order ? take_unit() : blockIdx.x; unit < units; unit = first + take_unit()) {
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, unit);
+    if (task.key_block * Shape::kBlockN >= task.k.length) continue;
+    wait_for_slot();
+    task.store(shared.task());
+    mbarrier_arrive(shared.task_full());
+    loader.load(task);
+  }
+  wait_for_slot();
+  BackwardTask::store_none(shared.task());
+  mbarrier_arrive(shared.task_full());
+}
+}  // namespace hf_flash2::sm90

@@ -1,0 +1,184 @@
+// What a thread block of the Hopper backward works on: its launch arguments, sizes that follow from a tile, and tasks.
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/workspace.cuh"
+#include "device/shared_memory.cuh"
+#include "sm90/scheduler.h"
+#include "tiles.h"
+
+namespace hf_flash2::sm90 {
+
+// Where the query heads of a group, those that share a key head, are split among tasks (backward_launch.cuh says when): scratch for what each
+// split adds to dK and dV, behind the Workspace.
+struct KeyGradientShares {
+  float* tiles;    // [Hk, splits, blocks, kKeyGradientFloats]: dK of a key block, then dV; null without splits
+  Divisor splits;  // of a group
+  int64_t blocks;  // key blocks of one head, over all sequences, numbered by first_block_of()
+
+  static int64_t count_blocks(const HfFlash2ForwardParams& params, int block_n) {
+    if (params.sequences_k.cu_seqlens != nullptr) return params.total_k / block_n + params.batch;
+    return static_cast<int64_t>(params.batch) * ((params.max_seqlen_k + block_n - 1) / block_n);
+  }
+
+  __host__ __device__ bool split() const { return splits.divisor > 1; }
+
+  // `part`: which split of which key head, counted over both. In the order of accumulators: 64 keys after 64 keys, of these 8 columns after 8
+  // columns, of these a thread's four elements after each other.
+  template <typename Shape>
+  __device__ __forceinline__ float* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
+    const int64_t first_block = first_block_of(params.sequences_k, batch, params.max_seqlen_k, Shape::kBlockN);
+    return tiles + (part * blocks + first_block + key_block) * Shape::kKeyGradientFloats;
+  }
+};
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, dout;  // boxes of 64 columns x one tile of rows
+  HfFlash2BackwardParams params;
+  TileScheduler scheduler;
+  KeyGradientShares shares;
+  int query_blocks;     // of all heads
+  int task_blocks;      // thread blocks that compute
+  int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
+  bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
+};
+
+// Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
+template <int kHeadDimension, int kHeadDimensionV = kHeadDimension>
+struct BackwardSizes : BackwardTile<kHeadDimension> {
+  using Tile = BackwardTile<kHeadDimension>;
+  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
+  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
+  static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;
+  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;       // K, V
+  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kDoutBytes = kQueryPanelBytes * kValuePanels;  // one stage of Q, of dO
+  static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                         // dS, panels of 64 queries
+  static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
+  // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows).
+  // Columns behind the head dim stay zero.
+  static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
+  static constexpr bool kDqByRows = kBlockM == 128;
+  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
+  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);
+  static constexpr int kShareThreadBlocks = (kKeyGradientFloats / (64 * 32) + kDqPieces - 1) / kDqPieces;
+  // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
+  // two warpgroups add from registers, each when it has something.
+  static constexpr bool kFirstStoresDq = kHeadDim <= 128;
+  // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 ->
+  // 307 361 417 428, causal 194 267 370 391 -> 212 293 396 410. At d 256 registers do not suffice: ptxas serialises the products (C7511).
+  static constexpr bool kTakesTasks = kHeadDim < 256;
+  static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
+  static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
+                "what a block has got at its launch; to take more hangs");
+};
+
+// A key block of a key head, and the query blocks that see it, of all query heads that share the key head or of a split of them.
+struct BackwardTask {
+  int batch, part, key_block, heads;  // part: which split of which key head (KeyGradientShares); heads: query heads of a part
+  Sequence q, k;
+  Mask mask;
+  int query_block_begin, query_block_end;
+  int query_block_first;             // where the round over [begin, end) starts
+  int unmasked_begin, unmasked_end;  // query blocks that need no mask
+  int first_tile, head_tiles;        // tile number (Workspace) of the first query block of the first query head; tiles of a head
+
+  static constexpr int kBytes = 64;
+
+  template <typename Shape>
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int unit) {
+    int key_block, batch_head;
+    arguments.scheduler.tile(unit, 0, key_block, batch_head);
+    const HfFlash2BackwardParams& params = arguments.params;
+    const HfFlash2ForwardParams& forward = params.forward;
+    const int parts = forward.heads_k * arguments.shares.splits.divisor, heads = forward.heads_q / parts;
+    const int batch = batch_head / parts, part = batch_head % parts;
+    const int key_begin = key_block * Shape::kBlockN;
+    const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
+    const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+    const Mask mask(forward, batch, q, k);
+    const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+    const int query_block_begin = mask.query_block_begin(key_begin, Shape::kBlockM);
+    const int query_block_end = mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM);
+    // Where the first key block at a tile of dQ stores and the others wait for that, those of one head that start together start at query
+    // blocks of their own: under a causal mask, or a window, by themselves (then on = 0, or the same for all), else on the diagonal. Not in
+    // deterministic mode, where a tile takes the key blocks in the order of their launch.
+    const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
+    const bool round = arguments.first_stores && !params.deterministic && query_block_begin < query_block_end;
+    return {batch,
+            part,
+            key_block,
+            heads,
+            q,
+            k,
+            mask,
+            query_block_begin,
+            query_block_end,
+            round ? query_block_begin + on % (query_block_end - query_block_begin) : query_block_begin,
+            mask.unmasked_query_block_begin(key_begin + Shape::kBlockN, Shape::kBlockM),
+            mask.unmasked_query_block_end(key_begin, Shape::kBlockM),
+            static_cast<int>(workspace.first_block(forward, batch, part * heads, Shape::kBlockM)),
+            static_cast<int>(workspace.blocks)};
+  }
+
+  // To shared memory and back: what load() does not find there is the same for every task of a call.
+  __device__ __forceinline__ void store(uint32_t address) const {
+    store_shared(address, make_uint4(batch, part, key_block, mask.visible != nullptr));
+    store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
+    store_shared(address + 32, make_uint4(query_block_begin, query_block_end, query_block_first, first_tile));
+    store_shared(address + 48, make_uint4(unmasked_begin, unmasked_end, heads, head_tiles));
+  }
+  static __device__ __forceinline__ BackwardTask load(uint32_t address, const HfFlash2ForwardParams& params) {
+    const auto i = [](uint32_t x) { return static_cast<int>(x); };
+    const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32),
+                d = load_shared_uint4(address + 48);
+    const Sequence q{i(b.x), i(b.y)}, k{i(b.z), i(b.w)};
+    return {i(a.x), i(a.y), i(a.z), i(d.z), q,      k,      Mask(params, i(a.x), q, k, a.w != 0),
+            i(c.x), i(c.y), i(c.z), i(d.x), i(d.y), i(c.w), i(d.w)};
+  }
+  // There are no more.
+  static __device__ __forceinline__ void store_none(uint32_t address) {
+    store_shared(address, make_uint4(0, 0, static_cast<uint32_t>(kNone), 0));
+  }
+  static constexpr int kNone = -1;  // key_block
+
+  __device__ __forceinline__ bool mask_needed(int query_block) const { return query_block < unmasked_begin || query_block >= unmasked_end; }
+
+  // Deterministic mode: how many key blocks come to a tile of dQ before this one, in the order of their launch (backward_launch.cuh).
+  template <typename Shape>
+  __device__ __forceinline__ int turn(const HfFlash2ForwardParams& params, int query_block) const {
+    const int row_begin = query_block * Shape::kBlockM;
+    return params.window_right >= 0 ? mask.key_block_end(row_begin + Shape::kBlockM, Shape::kBlockN) - 1 - key_block
+                                    : key_block - mask.key_block_begin(row_begin, Shape::kBlockN);
+  }
+
+  __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
+
+  // A walk over the query blocks of every query head of the task, where there are some.
+  struct Step {
+    int head, query_block;  // the head counted from the first of the task
+  };
+  __device__ __forceinline__ Step first() const { return {0, query_block_first}; }
+  // Goes on to the next, if there is one.
+  __device__ __forceinline__ bool advance(Step& at) const {
+    if (++at.query_block == query_block_end) at.query_block = query_block_begin;
+    return at.query_block != query_block_first || ++at.head < heads;
+  }
+
+  // Calls f(step, head, query_block, tile) for all of them; tile is its number in the Workspace. Steps are counted from `step` on. Returns the
+  // one behind the last.
+  template <typename F>
+  __device__ __forceinline__ uint32_t for_each_step(const F& f, uint32_t step = 0) const {
+    if (!has_steps()) return step;
+    for (int head = 0; head < heads; ++head) {
+      int query_block = query_block_first;
+#pragma unroll 1
+      do {
+        f(step++, part * heads + head, query_block, first_tile + head * head_tiles + query_block);
+        if (++query_block == query_block_end) query_block = query_block_begin;
+      } while (query_block != query_block_first);
+    }
+    return step;
+  }
+};
+}  // namespace hf_flash2::sm90
