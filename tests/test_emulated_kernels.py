@@ -235,6 +235,14 @@ def test_every_alignment_of_a_limit_with_the_blocks(family, window, emulate):
     check(emulate(family, sample), sample)
 
 
+@pytest.mark.parametrize(("head_dim", "window"), ((64, (63, 0)), (128, (-1, 0)), (256, (-1, 0))))
+def test_rows_of_a_warpgroup_see_no_key_but_others_of_the_tile_do(head_dim, window, emulate):
+    """Warpgroups leave out key blocks that none of their rows sees, down to one: rows without keys have results, too."""
+    case = Case("no-keys", head_dim, heads=(1, 1), lengths_q=(130,), lengths_k=(60,), window=window)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, with_dlse=True), sample, with_dlse=True)
+
+
 ROUNDING_WARPS = 96  # csrc/attention/workspace.cuh
 KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}  # of the Hopper backward: queries, keys
 
