@@ -22,6 +22,7 @@ import fnmatch
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -43,7 +44,10 @@ FLAGS = [
     "-ftrivial-auto-var-init=pattern",
     "-Wno-unknown-pragmas",
 ]
-KERNEL_OPTIMISATION, EMULATOR_OPTIMISATION = "-O1", "-O3"
+# As nvcc does it, a product that is added to something is not rounded before, where the host has an instruction for that.
+_CPUINFO = Path("/proc/cpuinfo")
+_HAS_FMA = platform.machine() == "x86_64" and _CPUINFO.exists() and " fma " in _CPUINFO.read_text()
+KERNEL_FLAGS, EMULATOR_FLAGS = ("-O1", "-fexpensive-optimizations", "-ffp-contract=fast", *(["-mfma"] if _HAS_FMA else [])), ("-O3",)
 
 
 class BuildError(RuntimeError):
@@ -80,12 +84,12 @@ def build(units: tuple[str, ...], folder: Path = DEFAULT_FOLDER, csrc: Path = RO
     )
     with _lock(folder):
         general = _translate_csrc(csrc, instantiate.headers(), folder / "csrc")
-        work = [(source, (KERNEL_OPTIMISATION, *defines)) for source in general]
+        work = [(source, (*KERNEL_FLAGS, *defines)) for source in general]
         for unit in instantiate.units():
             if _head_dim(unit.name) in head_dims:
                 text = unit.source if unit.name in chosen else _stub(unit.source, unit.name)
                 source = _write_if_changed(folder / "units" / f"{unit.name}{'' if unit.name in chosen else '_stub'}.cpp", text)
-                work.append((source, (KERNEL_OPTIMISATION, f"-D__CUDA_ARCH__={unit.family.removeprefix('sm')}0")))
+                work.append((source, (*KERNEL_FLAGS, f"-D__CUDA_ARCH__={unit.family.removeprefix('sm')}0")))
         return _compile_all(work, folder, jobs)
 
 
@@ -94,7 +98,7 @@ def build_file(source: Path, folder: Path = DEFAULT_FOLDER, csrc: Path = ROOT / 
     with _lock(folder):
         _translate_csrc(csrc, _load(csrc / "instantiate.py").headers(), folder / "csrc")
         translated = _write_if_changed(folder / "units" / f"{source.stem}.cpp", _translate(source.read_text(), str(source)))
-        return _compile_all([(translated, (KERNEL_OPTIMISATION, "-D__CUDA_ARCH__=900"))], folder, None)
+        return _compile_all([(translated, (*KERNEL_FLAGS, "-D__CUDA_ARCH__=900"))], folder, None)
 
 
 @contextlib.contextmanager
@@ -108,7 +112,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _compile_all(work: list[tuple[Path, tuple[str, ...]]], folder: Path, jobs: int | None) -> Path:
     """Objects of (source, flags) and of the emulator, linked to one library."""
-    work = [*work, *((source, (EMULATOR_OPTIMISATION,)) for source in sorted(HERE.glob("*.cpp")))]
+    work = [*work, *((source, EMULATOR_FLAGS) for source in sorted(HERE.glob("*.cpp")))]
     includes = [f"-I{HERE / 'include'}", f"-I{folder / 'csrc'}"]
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(lambda job: _compile(job[0], [*FLAGS, *includes, *job[1]], folder / "objects"), work))
