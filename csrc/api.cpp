@@ -86,7 +86,6 @@ void check_head_dim(const char* name, int head_dim) {
 
 // Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
 void check_forward(const HfFlash2ForwardParams& p) {
-  check_size(p);
   if (p.dtype != kFloat16 && p.dtype != kBFloat16) reject("dtype", "float16 (0) or bfloat16 (1)", std::to_string(p.dtype));
   if (p.batch < 0 || p.heads_q < 0 || p.max_seqlen_q < 0 || p.max_seqlen_k < 0)
     reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.heads_q, p.max_seqlen_q, p.max_seqlen_k})));
@@ -94,7 +93,7 @@ void check_forward(const HfFlash2ForwardParams& p) {
     reject("heads_q", "a multiple of heads_k", std::to_string(p.heads_q) + " and " + std::to_string(p.heads_k));
   check_head_dim("head_dim", p.head_dim);
   check_head_dim("head_dim_v", p.head_dim_v);
-  if (!(p.softmax_scale > 0.f) || p.softmax_scale > 3e38f)
+  if (!(p.softmax_scale > 0.f) || p.softmax_scale > 1e38f)
     reject("softmax_scale", "finite and positive (negate q instead)", std::to_string(p.softmax_scale));
   if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
   if (p.dropout_p > 0.f && p.rng_state == nullptr) reject("rng_state", "given with dropout", "none");
@@ -109,8 +108,6 @@ void check_forward(const HfFlash2ForwardParams& p) {
 }
 
 void check_backward(const HfFlash2BackwardParams& p) {
-  check_size(p);
-  check_forward(p.forward);
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   check_tensor("dout", p.dout, packed);
   check_tensor("dq", p.dq, packed);
@@ -168,6 +165,7 @@ const char* reason_not_sm90(int device) {
 const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
+  if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool packed = p.sequences_q.cu_seqlens != nullptr;
   const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;
   if (!sm90::tma_can_read(p.q, tokens_q, p.heads_q, batch) || !sm90::tma_can_read(p.k, tokens_k, p.heads_k, batch) ||
@@ -234,7 +232,21 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
   });
 }
 
-HfFlash2ForwardParams with_addresses(HfFlash2ForwardParams params, const HfFlash2ForwardAddresses& addresses) {
+// The same call in the numbers that the kernels are made for.
+void normalise(HfFlash2ForwardParams& p) {
+  if (p.sequences_q.cu_seqlens != nullptr) {  // no sequence is longer than all
+    p.max_seqlen_q = std::min(p.max_seqlen_q, p.total_q);
+    p.max_seqlen_k = std::min(p.max_seqlen_k, p.total_k);
+  }
+  // Limits that reach the first or the last key from everywhere are none: so they stay far from overflow, and causal attention without a left
+  // one is spread more evenly.
+  if (p.window_left >= p.max_seqlen_k - 1) p.window_left = -1;
+  if (p.window_right > 0 && p.window_right >= p.max_seqlen_q - 1) p.window_right = -1;
+}
+
+HfFlash2ForwardParams complete(const HfFlash2ForwardParams& layout, const HfFlash2ForwardAddresses& addresses) {
+  check_size(layout);
+  HfFlash2ForwardParams params = layout;
   params.stream = addresses.stream;
   params.workspace = addresses.workspace;
   params.q.data = addresses.q;
@@ -246,17 +258,22 @@ HfFlash2ForwardParams with_addresses(HfFlash2ForwardParams params, const HfFlash
   params.sequences_k = addresses.sequences_k;
   params.key_mask = addresses.key_mask;
   params.rng_state = addresses.rng_state;
+  check_forward(params);
+  normalise(params);
   return params;
 }
 
-HfFlash2BackwardParams with_addresses(HfFlash2BackwardParams params, const HfFlash2BackwardAddresses& addresses) {
-  params.forward = with_addresses(params.forward, addresses.forward);
+HfFlash2BackwardParams complete(const HfFlash2BackwardParams& layout, const HfFlash2BackwardAddresses& addresses) {
+  check_size(layout);
+  HfFlash2BackwardParams params = layout;
+  params.forward = complete(layout.forward, addresses.forward);
   params.dout.data = addresses.dout;
   params.dq.data = addresses.dq;
   params.dk.data = addresses.dk;
   params.dv.data = addresses.dv;
   params.dlse = addresses.dlse;
   params.workspace = addresses.workspace;
+  check_backward(params);
   return params;
 }
 
@@ -309,8 +326,7 @@ using namespace hf_flash2;
 
 int hf_flash2_forward(const HfFlash2ForwardParams* layout, const HfFlash2ForwardAddresses* addresses) {
   return guarded([&]() -> int {
-    const HfFlash2ForwardParams params = with_addresses(*layout, *addresses);
-    check_forward(params);
+    const HfFlash2ForwardParams params = complete(*layout, *addresses);
     const ForwardKernels kernels = choose_forward(params);
     if (params.workspace_bytes < static_cast<uint64_t>(kernels.workspace_bytes(params)))
       return fail(kErrorWorkspace, "workspace_bytes is less than hf_flash2_forward_workspace_bytes()");
@@ -322,8 +338,7 @@ int hf_flash2_forward(const HfFlash2ForwardParams* layout, const HfFlash2Forward
 
 int64_t hf_flash2_forward_workspace_bytes(const HfFlash2ForwardParams* layout, const HfFlash2ForwardAddresses* addresses) {
   return guarded([&]() -> int64_t {
-    const HfFlash2ForwardParams params = with_addresses(*layout, *addresses);
-    check_forward(params);
+    const HfFlash2ForwardParams params = complete(*layout, *addresses);
     return choose_forward(params).workspace_bytes(params);
   });
 }
@@ -334,16 +349,14 @@ int hf_flash2_forward_family(int device, int family) {
 
 int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* layout, const HfFlash2BackwardAddresses* addresses) {
   return guarded([&]() -> int64_t {
-    const HfFlash2BackwardParams params = with_addresses(*layout, *addresses);
-    check_backward(params);
+    const HfFlash2BackwardParams params = complete(*layout, *addresses);
     return choose_backward(params).workspace_bytes(params);
   });
 }
 
 int hf_flash2_backward(const HfFlash2BackwardParams* layout, const HfFlash2BackwardAddresses* addresses) {
   return guarded([&]() -> int {
-    const HfFlash2BackwardParams params = with_addresses(*layout, *addresses);
-    check_backward(params);
+    const HfFlash2BackwardParams params = complete(*layout, *addresses);
     const DeviceGuard guard(params.forward.device);
     const BackwardKernels kernels = choose_backward(params);
     const int64_t needed = kernels.workspace_bytes(params);

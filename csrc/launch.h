@@ -42,13 +42,20 @@ bool has_code_for_current_device();
 // When a kernel begins: after the one before it in the stream has ended, or while that still runs (grid_dependency.cuh). From sm_90 on.
 enum class Start { kInOrder, kEarly };
 
+// Thread blocks, or what they count in 32 bits.
+inline void check_count(int64_t count, const char* name) {
+  if (count > INT32_MAX - (1 << 20))  // a counter may go beyond what there is, by a step of all that count
+    throw LaunchError(kErrorArgument, std::string(name) + ": batch * heads * blocks of max_seqlen must stay below 2^31, got " +
+                                          std::to_string(count) + "; give a max_seqlen that is closer to the longest sequence");
+}
+
 // One-dimensional launch of kernel(params); does nothing for an empty grid. most_shared_bytes: of all launches of a kernel, where they differ.
 template <auto kKernel, typename Params>
 void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name,
             Start start = Start::kInOrder, int most_shared_bytes = 0) {
   static std::atomic<uint64_t> shared_memory_allowed{0};
   if (blocks == 0) return;
-  if (blocks > INT32_MAX) throw LaunchError(kErrorArgument, std::string(name) + ": batch * heads * sequence blocks exceeds 2^31");
+  check_count(blocks, name);
   most_shared_bytes = std::max(most_shared_bytes, shared_bytes);
   if (most_shared_bytes > 48 * 1024)
     allow_shared_memory(reinterpret_cast<const void*>(kKernel), most_shared_bytes, device, shared_memory_allowed);

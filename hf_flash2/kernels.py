@@ -233,9 +233,14 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether the kernels can read this address, a multiple of 16, for the same reason."""
+    return x.data_ptr() % 16 == 0
+
+
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a contiguous copy where its address is not a multiple of 16, for the same reason."""
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+    """x, or a contiguous copy where the kernels cannot read its address."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _free(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2])
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from . import kernels, native, reference
 from .kernels import DENSE
@@ -204,8 +205,9 @@ def _form(x: torch.Tensor) -> tuple:
 
 
 def plain(q, k, v) -> bool:
-    """Whether nothing but autograd wants to see operations on these tensors: no fake tensors, dispatch modes, vmap, subclasses."""
-    return type(q) is type(k) is type(v) is torch.Tensor and not (_modes() or _transforms())
+    """Whether nothing but autograd, backward, wants to see operations on these tensors: no fake tensors, dispatch modes, vmap, subclasses,
+    tangents of forward-mode differentiation."""
+    return type(q) is type(k) is type(v) is torch.Tensor and not (_modes() or _transforms() or forward_ad._current_level >= 0)
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack

@@ -52,7 +52,7 @@ def apply_rotary(
     Returns:
         q and k: new and contiguous, or themselves.
     """
-    if in_place and not torch.is_grad_enabled() and kernels.is_readable(q) and kernels.is_readable(k):
+    if in_place and not torch.is_grad_enabled() and all(kernels.is_readable(x) and kernels.is_aligned(x) for x in (q, k)):
         kernels.rotary(q, k, q, k, cos, sin, interleaved, False)
         return q, k
     return _Rotary.apply(q, k, cos, sin, interleaved, False)

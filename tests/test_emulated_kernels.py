@@ -16,9 +16,9 @@ import pytest
 import torch
 from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
-from test_kernels import compare, peek_rng_state
+from test_kernels import check_windows_beyond_every_length, compare, large_scores, peek_rng_state
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, functional, kernels, last_backend, native, ops
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, kernels, last_backend, native, ops
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -455,6 +455,53 @@ def test_a_forward_without_the_workspace_it_needs_does_not_run(library, monkeypa
         assert ran == (90 if short == 0 else native.NEEDS_WORKSPACE)
         assert short == 0 or native.last_error(library) == "workspace_bytes is less than hf_flash2_forward_workspace_bytes()"
         assert ((out == 7).all() and (softmax_lse == 7).all()) == (short != 0)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_errors_do_not_grow_with_the_number_of_keys(family, head_dim, library, monkeypatch):
+    """As on a GPU, where products that are added are not rounded: the emulator is compiled for that, too."""
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    with emulated.running(monkeypatch, library):
+        error, out = large_scores(4096, 4096.0, head_dim, CPU)
+    assert error < 3
+    assert torch.equal(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_windows_beyond_every_length(family, lengths, library, monkeypatch):
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    with emulated.running(monkeypatch, library):
+        check_windows_beyond_every_length(lengths, CPU)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("head_dim", (64, 192))
+@pytest.mark.parametrize("bounds", ((0, 200), (70, 0)))
+def test_tokens_but_no_sequence_has_any(bounds, head_dim, deterministic, library, monkeypatch):
+    """Of queries, or of keys: what belongs to sequences is zero."""
+    cu_seqlens = [torch.tensor([0, bound, bound], dtype=torch.int32) for bound in bounds]
+    q, k = (torch.randn(200, 1, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    with emulated.running(monkeypatch, library):
+        out = flash_attn_varlen_func(q, k, k, *cu_seqlens, *bounds, deterministic=deterministic)
+        dq, dk = torch.autograd.grad(out, (q, k), torch.ones_like(out))
+    queries, keys = bounds
+    assert not any(x.any() for x in (out[:queries], dq[:queries], dk[:keys]))
+
+
+def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
+    """Of 2^17 sequences of one token, none of which is known to be shorter than all."""
+    tokens = 1 << 17
+    q, cu_seqlens = torch.zeros(tokens, 32, 8, dtype=torch.bfloat16), torch.arange(tokens + 1, dtype=torch.int32)
+    sequences = cu_seqlens.data_ptr(), 0, cu_seqlens.data_ptr(), 0, 0, 0, 0
+    message = r"blocks of max_seqlen must stay below 2\^31, got \d+; give a max_seqlen that is closer"
+    with emulated.running(monkeypatch, library):
+        layout = kernels.Layout(q, q, q, cu_seqlens, cu_seqlens, None, tokens, tokens, 1.0, -1, -1, 0.0)
+        with pytest.raises(ValueError, match=message):
+            layout.forward(q, q, q, (cu_seqlens, cu_seqlens, None, None))
+        with pytest.raises(ValueError, match=message):
+            layout._pack_backward(library, (q, q, q, q), (0, 0, *[16] * 5, *sequences[:6], *[16] * 4, 0), False)
 
 
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)

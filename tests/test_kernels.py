@@ -131,6 +131,46 @@ def test_huge_values_stay_finite(head_dim, family, device):
         assert x.isfinite().all()
 
 
+def large_scores(keys: int, size: float, head_dim: int, device) -> tuple[float, torch.Tensor]:
+    """For 70 queries whose scores are a number from `size` to 1.6 times that and a normal one: the error of lse, in units of the last place
+    of `size`, and out, where v is 1."""
+    q = torch.zeros(1, 70, 1, head_dim, device=device, dtype=torch.bfloat16)
+    q[..., 0], q[..., 1] = size * (1 + torch.arange(70, device=device)[:, None] / 128), 1
+    k = torch.zeros(1, keys, 1, head_dim, device=device, dtype=torch.bfloat16)
+    k[..., 0], k[..., 1] = 1, torch.randn(1, keys, 1, device=device)
+    out, lse, _ = flash_attn_func(q, k, torch.ones_like(k), softmax_scale=1.0, return_attn_probs=True)
+    truth = q[..., 0].double() + k[..., 1].double().logsumexp(1)
+    return _largest(lse[:, 0] - truth[..., 0]) / (torch.finfo(torch.float32).eps * size), out
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_errors_do_not_grow_with_the_number_of_keys(head_dim, family, device):
+    """Nothing is added up at every block of keys: a row maximum that does not move rescales by exactly 1."""
+    error, out = large_scores(16384, 1024.0, head_dim, device)
+    assert error < 3
+    assert torch.equal(out, torch.ones_like(out))
+
+
+BEYOND = {(2**31 - 1, 0): (-1, 0), (2**31 - 1, -1): (-1, -1), (-1, 2**31 - 1): (-1, -1), (2**40, 2**31 - 2): (-1, -1), (59, 99): (-1, -1)}
+
+
+def check_windows_beyond_every_length(lengths: tuple[int, int], device) -> None:
+    q, k, v = (torch.randn(1, n, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (lengths[0], *lengths[1:] * 2))
+    results = {}
+    for window in {*BEYOND, *BEYOND.values()}:
+        out = flash_attn_func(q, k, v, window_size=window, deterministic=True)
+        results[window] = (out, *torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    for window, same in BEYOND.items():
+        assert all(map(torch.equal, results[window], results[same])), window
+    assert not torch.equal(results[-1, 0][0], results[-1, -1][0])
+
+
+@pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))
+def test_windows_beyond_every_length(lengths, family, device):
+    """ "No limit", as some configurations write it: a number that other numbers must not be added to."""
+    check_windows_beyond_every_length(lengths, device)
+
+
 def test_softmax_scale_is_used(family, device):
     q, k, v = (torch.randn(1, 50, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     for scale in (0.0, 0.03, -0.2, 1.7):

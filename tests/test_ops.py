@@ -10,6 +10,7 @@ import stand_in
 import torch
 from cases import Case, Sample
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -188,6 +189,17 @@ def test_an_unused_lse_costs_no_gradient(device, monkeypatch):
     flash_attn_func(q, k, v).sum().backward()
     flash_attn_func(q, k, v, return_attn_probs=True)[0].sum().backward()
     assert given == [None, None]
+
+
+def test_forward_mode_differentiation_is_refused(device):
+    """On every way to the kernels: a tangent that is lost would be a derivative of zero."""
+    q, k, v, _ = problem(device)
+    with forward_ad.dual_level():
+        q = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        assert not ops.plain(q, k, v)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            flash_attn_func(q, k, v)
+    assert ops.plain(*(x.detach() for x in (k, k, v)))
 
 
 def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):

@@ -98,6 +98,9 @@ def test_in_place(device, interleaved):
         odd = [torch.nn.functional.pad(x, (0, 4))[..., :-4] for x in (q, k)]
         found = rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True)
         assert all(map(torch.equal, found, expected)) and all(map(torch.equal, odd, (q, k)))
+        odd = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (q, k)]  # an address that is no multiple of 16
+        assert all(x.data_ptr() % 16 for x in odd)
+        assert all(map(torch.equal, rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True), expected))
         q, k = (x.clone(memory_format=torch.preserve_format) for x in (q, k))
         found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
         assert all(map(torch.equal, found, expected)) and all(x is y for x, y in zip(found, (q, k), strict=True))

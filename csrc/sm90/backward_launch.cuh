@@ -84,8 +84,11 @@ struct BackwardPlan {
   template <typename Shape>
   static BackwardPlan make(const HfFlash2ForwardParams& params) {
     BackwardPlan plan;
+    const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
+    check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
     plan.splits = choose_group_splits(params, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
     plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
+    check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
     if (plan.splits > 1)

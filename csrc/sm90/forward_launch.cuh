@@ -89,6 +89,7 @@ struct ForwardPlan {
     plan.splits = choose_splits(
         plan.query_blocks, plan.heads, static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN)), block_time,
         ForwardResults::share_bytes(params, 1), is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
+    check_count(plan.tiles() * plan.splits, "attention forward, sm90");
     plan.resident = multiprocessors(params.device) * Shape::kBlocksPerSm;
     plan.counts_tiles = plan.splits == 1 && wants_counter(params, plan.query_blocks) && plan.tiles() > plan.resident;
     return plan;

@@ -14,6 +14,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     cudaDriverEntryPointQueryResult result;
     check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
                "looking for cuTensorMapEncodeTiled");
+    if (function == nullptr) throw LaunchError(kErrorUnsupported, "the NVIDIA driver has no cuTensorMapEncodeTiled: update it");
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   return encoder;
