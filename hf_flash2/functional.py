@@ -24,11 +24,16 @@ Shared by all functions below:
 Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, arXiv 2307.08691.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from . import native, ops
 from .support import HEAD_DIM_MULTIPLE, reason_unsupported
+
+_MAX_INT32 = 2**31 - 1
+_INTEGERS = (int, torch.SymInt)
 
 
 def flash_attn_func(
@@ -123,10 +128,10 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 [B + 1] on the device of q, cumulative lengths: sequence b is q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]].
         cu_seqlens_k: int32 [B + 1] likewise for k and v. A sequence may be empty on either side.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths (an int, or a tensor with one element, which costs a synchronisation).
-            A bound that is too small leaves rows out: it is not checked on CUDA, where that would synchronise.
+            One that is too small leaves results undefined on CUDA, where to look at the lengths would synchronise; on a CPU it is refused.
         The others: see the module.
     Returns:
-        out [Tq, H, Dv], or (out, softmax_lse [H, Tq], None). Rows behind the last sequence are undefined.
+        out [Tq, H, Dv], or (out, softmax_lse [H, Tq], None). Rows before the first sequence and behind the last are undefined.
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
@@ -148,18 +153,21 @@ def _attention(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0
     if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v):
-        key = (
-            check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k,
-            dropout_p, softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
-        )  # fmt: skip
         try:
+            key = (
+                check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                tuple(window_size), softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
+            )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
-        except TypeError:  # not hashable: the checks say what is wrong
+        except (TypeError, AttributeError):  # not hashable, no pair, no tensor: the checks say what is wrong
             key = None
     if plan is None:
         check(q, k, v, seqlens_q, seqlens_k, key_mask)
-        if max_seqlen_q is None:
+        if check is _check_batch:
             max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+        else:
+            _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
+            _check_bound("max_seqlen_k", max_seqlen_k, seqlens_k)
         scale, window = _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
         padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
     if padded:
@@ -195,12 +203,23 @@ def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softc
     )
     if reason is not None:
         raise ValueError(reason)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p}")
+    if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad:
+        raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
+    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if not _is_window(window_size):
+        raise ValueError(f"window_size must be two integers (left, right), with -1 for unlimited, got {window_size}")
     window_left, window_right = window_size
-    if window_left < -1 or window_right < -1:
-        raise ValueError(f"window_size must be (left, right) with -1 for unlimited, got {tuple(window_size)}")
-    return head_dim**-0.5 if softmax_scale is None else softmax_scale, (window_left, 0 if causal else window_right)
+    window = (min(window_left, _MAX_INT32), 0 if causal else min(window_right, _MAX_INT32))  # some write "no limit" as a huge one
+    return head_dim**-0.5 if softmax_scale is None else softmax_scale, window
+
+
+def _is_window(window_size: object) -> bool:
+    return (
+        isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(isinstance(x, _INTEGERS) and x >= -1 for x in window_size)
+    )
 
 
 def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
@@ -214,9 +233,9 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
     if not batch == batch_k == v.shape[0]:
         raise ValueError(f"q, k, v must have the same batch size, got {batch}, {batch_k}, {v.shape[0]}")
     if ranges_q is not None:
-        _check_ranges("ranges_q", ranges_q, (2,), batch, q.device)
+        _check_ranges("ranges_q", ranges_q, (2,), batch, seqlen_q, q.device)
     if ranges_k is not None:
-        _check_ranges("ranges_k", ranges_k, (2, 3) if key_mask is None else (3,), batch, q.device)
+        _check_ranges("ranges_k", ranges_k, (2, 3) if key_mask is None else (3,), batch, seqlen_k, q.device)
     if key_mask is not None:
         if ranges_k is None:
             raise ValueError("key_mask needs ranges_k [3, B]; hf_flash2.packing.padded_batch makes both from an attention mask")
@@ -225,6 +244,8 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
                 f"key_mask must be a bool or uint8 tensor of shape [{batch}, {seqlen_k}] with last stride 1, "
                 f"got {key_mask.dtype} {list(key_mask.shape)}, strides {list(key_mask.stride())}"
             )
+        if key_mask.device != q.device:
+            raise ValueError(f"key_mask must be on {q.device}, as q is, got one on {key_mask.device}")
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
@@ -251,7 +272,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[i
     """The head dims of q (and k) and of v, once everything else about the three tensors fits."""
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or run under torch.autocast")
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
     if shape_k != shape_v and shape_k[:-1] != shape_v[:-1]:
@@ -260,17 +281,23 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[i
     heads_k = shape_k[-2]
     if head_dim != shape_k[-1]:
         raise ValueError(f"q and k must have the same head dim, got {head_dim} and {shape_k[-1]}")
+    if head_dim == 0 or shape_v[-1] == 0:
+        raise ValueError(f"the head dim must be at least 1, got {head_dim} of q and k, {shape_v[-1]} of v")
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(f"the number of query heads must be a multiple of the number of key heads, got {heads_q} and {heads_k}")
     return head_dim, shape_v[-1]
 
 
-def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch: int, device: torch.device) -> None:
+def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch: int, tokens: int, device: torch.device) -> None:
     if ranges.dtype != torch.int32 or ranges.dim() != 2 or ranges.shape[0] not in rows or ranges.shape[1] != batch:
         shapes = " or ".join(f"[{r}, {batch}]" for r in rows)
         raise ValueError(f"{name} must be an int32 tensor of shape {shapes}, got {ranges.dtype} {list(ranges.shape)}")
     if ranges.device != device or not ranges.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on {device}, got strides {list(ranges.stride())} on {ranges.device}")
+    if _has_known_values(ranges):
+        for start, length in zip(*ranges[:2].tolist(), strict=True):
+            if start < 0 or length < 0 or start + length > tokens:
+                raise ValueError(f"{name} must hold (start, length) of rows among the {tokens} given, got ({start}, {length})")
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
@@ -281,11 +308,25 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
         )
     if cu_seqlens.device != x.device or not cu_seqlens.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on {x.device}, got strides {list(cu_seqlens.stride())} on {cu_seqlens.device}")
-    # The values are checked where that costs no synchronisation.
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _has_known_values(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] < 0 or values[-1] > x.shape[0] or any(a > b for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"{name} must rise from 0 to at most the {x.shape[0]} tokens given, got {values}")
+
+
+def _check_bound(name: str, bound: int, cu_seqlens: torch.Tensor) -> None:
+    if not isinstance(bound, _INTEGERS) or bound < 0:
+        raise ValueError(f"{name} must be an integer, an upper bound of the lengths, got {bound}")
+    if _has_known_values(cu_seqlens):
+        values = cu_seqlens.tolist()
+        longest = max(b - a for a, b in zip(values, values[1:], strict=False))
+        if longest > bound:
+            raise ValueError(f"{name} must be at least the longest sequence, {longest}, got {bound}")
+
+
+def _has_known_values(x: torch.Tensor) -> bool:
+    """Where it costs no synchronisation to look at them."""
+    return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def _as_int(x: int | torch.Tensor) -> int:

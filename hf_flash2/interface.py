@@ -181,9 +181,10 @@ def _gated(method: Any) -> Any:
 def reason_model_unsupported(model: torch.nn.Module) -> str | None:
     """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
     if not getattr(model, "_supports_flash_attn", False):
+        others = '"sdpa" or "eager"' if getattr(model, "_supports_sdpa", False) else '"eager"'
         return (
-            "it does not declare _supports_flash_attn: its attention has parts that no flash attention computes, such as a position bias "
-            'or ALiBi; use "sdpa" or "eager" (for one part of a composite model: {"vision_config": "sdpa", "text_config": "hf_flash2"})'
+            "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
+            f'there is none; use {others} (for one part of a composite model: {{"vision_config": "eager", "text_config": "hf_flash2"}})'
         )
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if compatible and NAME not in compatible:
@@ -273,7 +274,10 @@ class _Sequences:
         attached = getattr(mask, _ATTRIBUTE, None)
         if isinstance(attached, cls):
             if attached.key_mask.shape[1] != seqlen_k:
-                raise ValueError(f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}")
+                raise ValueError(
+                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; a decoder with a "
+                    'cache needs config.is_decoder=True; if it is one, use attn_implementation="sdpa"'
+                )
             return attached
         width = mask.shape[1]
         if mask.dtype == torch.uint8 and width in (2 * seqlen_k, 3 * seqlen_k):
@@ -292,6 +296,10 @@ class _Sequences:
     def documents(self) -> _Documents | None:
         """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
         return self._once("documents", lambda: _Documents.same(packing.documents_from_starts(self.starts)))
+
+    def has_padding(self) -> bool:
+        """Synchronises with the host, once per forward."""
+        return self._once("padding", lambda: not bool(self.key_mask.all()))
 
     def _once(self, key: Any, derive: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
@@ -461,10 +469,10 @@ def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "inputs_embeds",
-    "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids",
-    "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
-    "position_ids", "return_dict", "return_loss", "seq_idx", "shift_labels", "token_type_ids", "use_cache",
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "grid_thw",
+    "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q",
+    "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx", "shift_labels", "token_type_ids", "use_cache",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
 _UNSUPPORTED = {
@@ -553,6 +561,8 @@ def attend(
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
+    if kwargs.get("output_attentions"):
+        _notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
     sequences, documents, dense_mask = _layout(attention_mask, q, k, kwargs)
@@ -566,7 +576,7 @@ def attend(
     else:
         _fall_back(module, reason)
         out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window)
-    if out.dtype != q_dtype and not torch.is_autocast_enabled(out.device.type):
+    if out.dtype != q_dtype and not _autocasts(out.device.type):
         out = out.to(q_dtype)
     return out
 
@@ -604,15 +614,26 @@ def _layout(attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
     sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
-    if sequences.starts is None:
-        return sequences, None, None
-    return None, _given_documents(q, k, kwargs) or sequences.documents(), None
+    documents = _given_documents(q, k, kwargs)
+    if sequences.starts is not None:
+        return None, documents or sequences.documents(), None
+    if documents is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "attention_mask and cu_seq_lens_q/k: which counts depends on the mask's values, unknown while compiling; pass one"
+            )
+        if not sequences.has_padding():
+            return None, documents, None
+        _notice("hf_flash2: attention_mask has padding, so it counts and cu_seq_lens_q/k are not looked at; pass one of the two")
+    return sequences, None, None
 
 
 def _given_documents(q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documents | None:
     cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_{'q' if cu_seqlens_k is None else 'k'}")
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     return _Documents(
         cu_seqlens_q.to(torch.int32),
@@ -624,7 +645,7 @@ def _given_documents(q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documen
 
 def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> _Documents | None:
     """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
-    if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2:
+    if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.is_meta:
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
         return None
@@ -643,10 +664,7 @@ def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: 
         return q, k, v
     device_type = q.device.type
     half = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)]
-    if torch.is_autocast_enabled(device_type):
-        target = torch.get_autocast_dtype(device_type)
-    else:
-        target = half[0] if half else _quantised_dtype(module)
+    target = torch.get_autocast_dtype(device_type) if _autocasts(device_type) else half[0] if half else _quantised_dtype(module)
     if target is None or dtypes == (target,) * 3:
         return q, k, v
     _notice(
@@ -654,6 +672,10 @@ def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: 
         f"{str(target).removeprefix('torch.')} (layer norms or adapters in float32, or autocast)"
     )
     return q.to(target), k.to(target), v.to(target)
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:

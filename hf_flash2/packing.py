@@ -57,10 +57,12 @@ def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tenso
     """cu_seqlens (int32 [n + 1]) and the longest length of the documents in rows of position_ids that restart; None for one document a row.
 
     Args:
-        position_ids: integer [B, S]. A document starts with each row and wherever the position does not go on by one.
+        position_ids: integer [B, S]. A document starts with each row and wherever the position is the least of its row again. One that
+            jumps or is repeated, as images and speculative tokens have them, starts none.
     Synchronises with the host once.
     """
-    return documents_from_starts(F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True))
+    least = position_ids.amin(1, keepdim=True)
+    return documents_from_starts(F.pad(position_ids[:, 1:] == least, (1, 0), value=True))
 
 
 def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | None:

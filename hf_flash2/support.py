@@ -30,7 +30,7 @@ def reason_unsupported(
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         return (
             f"q, k, v must be one of {names} on {device_type}, got {str(dtype).removeprefix('torch.')}; "
-            "load the model with dtype=torch.bfloat16 or run it under torch.autocast"
+            "load the model with dtype=torch.bfloat16, run it under torch.autocast, or cast the tensors"
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' for this model"

@@ -1,6 +1,7 @@
 """functional.py: flash-attn's signatures and semantics, and errors that name the value, the expectation and the remedy."""
 
 import inspect
+import math
 import re
 
 import pytest
@@ -157,26 +158,26 @@ def dense(**changes):
     return call
 
 
-def packed(cu_seqlens_q=(0, 5, 10), cu_seqlens_k=(0, 5, 10), dtype=torch.int32, prepare=lambda x: x, **options):
+def packed(cu_seqlens_q=(0, 5, 10), cu_seqlens_k=(0, 5, 10), dtype=torch.int32, prepare=lambda x: x, bounds=(5, 5), **options):
     def call(device):
         q, k, v = (x.flatten(0, 1) for x in qkv(device))
         cu_seqlens = [prepare(torch.tensor(c, dtype=dtype, device=device)) for c in (cu_seqlens_q, cu_seqlens_k)]
-        return flash_attn_varlen_func(q, k, v, *cu_seqlens, 5, 5, **options)
+        return flash_attn_varlen_func(q, k, v, *cu_seqlens, *bounds, **options)
 
     return call
 
 
-def ranges(ranges_q=None, ranges_k=None, key_mask=None, dtype=torch.int32):
+def ranges(ranges_q=None, ranges_k=None, key_mask=None, dtype=torch.int32, moved=True):
     def call(device):
         given = [None if r is None else torch.tensor(r, dtype=dtype, device=device) for r in (ranges_q, ranges_k)]
-        return flash_attn_ranges_func(*qkv(device), *given, None if key_mask is None else key_mask.to(device))
+        return flash_attn_ranges_func(*qkv(device), *given, key_mask.to(device) if moved and key_mask is not None else key_mask)
 
     return call
 
 
 ALL = [[0, 0], [5, 5]]
 WRONG = {
-    "dtype": (dense(q=lambda x: x.int(), k=lambda x: x.int(), v=lambda x: x.int()), "q, k, v", "int32", "bfloat16", "autocast"),
+    "dtype": (dense(q=lambda x: x.int(), k=lambda x: x.int(), v=lambda x: x.int()), "q, k, v", "int32", "bfloat16", "cast the tensors"),
     "mixed dtypes": (dense(q=lambda x: x.float()), "q, k, v", "float32", "bfloat16", "cast"),
     "3-D": (dense(q=lambda x: x[0], k=lambda x: x[0], v=lambda x: x[0]), "4 dimensions", "[5, 4, 16]", "flash_attn_varlen_func"),
     "batch": (dense(k=lambda x: x[:1], v=lambda x: x[:1]), "batch", "2, 1, 1"),
@@ -195,6 +196,16 @@ WRONG = {
     "dropout": (dense(dropout_p=1.0), "dropout_p", "below 1", "1.0"),
     "negative dropout": (dense(dropout_p=-0.1), "dropout_p", "at least 0", "-0.1"),
     "window": (dense(window_size=(-2, 0)), "window_size", "-1 for unlimited", "(-2, 0)"),
+    "no dropout": (dense(dropout_p=None), "dropout_p", "a number", "None"),
+    "one window": (dense(window_size=5), "window_size", "(left, right)", "5"),
+    "window of None": (dense(window_size=(None, None)), "window_size", "-1 for unlimited", "(None, None)"),
+    "scale": (dense(softmax_scale=math.nan), "softmax_scale", "finite", "nan"),
+    "scale with a gradient": (dense(softmax_scale=torch.ones((), requires_grad=True)), "softmax_scale", "detach"),
+    "head dim 0": (dense(**dict.fromkeys("qkv", lambda x: x[..., :0])), "head dim", "at least 1", "0"),
+    "no bound": (packed(bounds=(None, None)), "max_seqlen_q", "upper bound", "None"),
+    "one bound": (packed(bounds=(5, None)), "max_seqlen_k", "upper bound", "None"),
+    "fractional bound": (packed(bounds=(5.0, 5)), "max_seqlen_q", "integer", "5.0"),
+    "negative bound": (packed(bounds=(-1, 5)), "max_seqlen_q", "-1"),
     "softcap": (dense(softcap=30.0), "softcap=30.0", "eager"),
     "alibi": (dense(alibi_slopes=torch.ones(4)), "alibi_slopes", "eager"),
     "4-D packed": (
@@ -213,12 +224,17 @@ WRONG = {
     "mask without ranges": (ranges(key_mask=torch.ones(2, 5).bool()), "key_mask", "ranges_k", "padded_batch"),
     "mask without its row": (ranges(None, ALL, torch.ones(2, 5).bool()), "ranges_k", "[3, 2]", "[2, 2]"),
     "mask shape": (ranges(None, [*ALL, [1, 1]], torch.ones(2, 4).bool()), "key_mask", "[2, 5]", "[2, 4]"),
+    "mask device": (ranges(None, [*ALL, [1, 1]], torch.ones(2, 5, device="meta").bool(), moved=False), "key_mask", "as q is", "meta"),
     "mask dtype": (ranges(None, [*ALL, [1, 1]], torch.ones(2, 5)), "key_mask", "bool or uint8", "float32"),
 }
 # What is checked on the CPU only, where looking at values costs no synchronisation.
 WRONG_VALUES = {
     "cu_seqlens falls": (packed(cu_seqlens_q=(0, 7, 5)), "cu_seqlens_q", "rise", "[0, 7, 5]"),
     "cu_seqlens beyond": (packed(cu_seqlens_k=(0, 5, 11)), "cu_seqlens_k", "10 tokens", "[0, 5, 11]"),
+    "bound below a length": (packed(bounds=(5, 4)), "max_seqlen_k", "longest sequence, 5", "4"),
+    "range beyond": (ranges(ALL, [[0, 1], [5, 5]]), "ranges_k", "5 given", "(1, 5)"),
+    "range below": (ranges([[-1, 0], [5, 5]], ALL), "ranges_q", "(-1, 5)"),
+    "range of less than none": (ranges([[0, 0], [5, -1]], ALL), "ranges_q", "(0, -1)"),
     "cu_seqlens below": (packed(cu_seqlens_k=(-1, 5, 10)), "cu_seqlens_k", "from 0", "[-1, 5, 10]"),
 }
 

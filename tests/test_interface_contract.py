@@ -151,6 +151,21 @@ def test_harmless_arguments_are_ignored(device):
     assert_close(attention(Layer(), q, k, v, **kwargs), expected(q, k, v, causal_band(device=device)))
 
 
+def test_attention_probabilities_are_not_promised(notices, device):
+    q, k, v = qkv(device)
+    for _ in range(2):
+        attention(Layer(), q, k, v, output_attentions=True)
+    [notice] = notices()
+    assert 'use attn_implementation="eager"' in notice
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_shapes_on_the_meta_device(dtype):
+    q, k, v = (x.to("meta", dtype) for x in qkv("cpu", batch=1))
+    out = attention(Layer(), q, k, v, position_ids=torch.arange(SEQLEN, device="meta")[None])
+    assert out.shape == q.transpose(1, 2).shape
+
+
 def test_deterministic_reaches_the_kernel(device, monkeypatch):
     seen = []
     monkeypatch.setattr(interface, "flash_attn_func", lambda q, *args, deterministic: seen.append(deterministic) or q)
@@ -476,13 +491,52 @@ def test_documents_by_cu_seqlens_of_queries_and_keys(device):
     assert_close(attention(Layer(), q, k, v, is_causal=False, **without_lengths), wanted)
 
 
-def test_a_padding_mask_wins_over_cu_seqlens(device):
+def test_documents_beside_a_mask_without_padding(device):
+    q, k, v = qkv(device, batch=1)
+    bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": SEQLEN, "max_length_k": SEQLEN}
+    number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds[1:], right=True)
+    wanted = expected(q, k, v, causal_band(device=device) & (number == number.unsqueeze(1)))
+    mask = torch.ones(1, SEQLEN, dtype=torch.long, device=device)
+    assert_close(attention(Layer(), q, k, v, mask, **kwargs), wanted)
+
+
+def test_bounds_of_documents_come_for_queries_and_keys(device):
+    q, k, v = qkv(device, batch=1)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_k"):
+        attention(Layer(), q, k, v, cu_seq_lens_k=torch.tensor([0, SEQLEN], dtype=torch.int32, device=device))
+
+
+def test_documents_beside_a_mask_while_compiling(device, monkeypatch):
+    """Nobody can say then whether the mask has padding."""
+    q, k, v = qkv(device, batch=1)
+    bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="attention_mask and cu_seq_lens_q/k.*pass one"):
+        attention(Layer(), q, k, v, torch.ones(1, SEQLEN, device=device), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+
+
+def test_a_padding_mask_wins_over_cu_seqlens(notices, device):
     q, k, v = qkv(device)
     mask = tiny.attention_mask("left", device)
     bounds = torch.tensor([0, BATCH * SEQLEN], dtype=torch.int32, device=device)
     kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 48, "max_length_k": 48}
     wanted = expected(q, k, v, causal_band(device=device) & mask.bool()[:, None, None, :])
-    assert_close(attention(Layer(), q, k, v, mask, **kwargs), wanted, mask.bool())
+    for _ in range(2):
+        assert_close(attention(Layer(), q, k, v, mask, **kwargs), wanted, mask.bool())
+    [notice] = notices()
+    assert "it counts and cu_seq_lens_q/k are not looked at" in notice
+
+
+@pytest.mark.parametrize(
+    "position_ids",
+    [[*range(6), *range(20, 20 + SEQLEN - 6)], [0, 1, 2, 2, 2, 2, *range(3, SEQLEN - 3)], [*range(1, 7), *range(4, SEQLEN - 2)]],
+    ids=["with a jump", "repeated", "back, but not to the first"],
+)
+def test_positions_that_do_not_restart_are_one_document(position_ids, device):
+    q, k, v = qkv(device, batch=1)
+    found = attention(Layer(), q, k, v, position_ids=torch.tensor([position_ids], device=device))
+    assert_close(found, expected(q, k, v, causal_band(device=device)))
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,9 @@ def test_verify_runs_a_packed_model_packed(monkeypatch):
     assert hf_flash2.verify(model, inputs).ok
     assert report.forwards == {"packed": 1}
     layout = packed._layout
-    monkeypatch.setattr(packed, "_layout", lambda *args: dataclasses.replace(layout(*args), cu_seqlens=torch.tensor([0, 4, 8, 12, 37])))
+    monkeypatch.setattr(
+        packed, "_layout", lambda *args: dataclasses.replace(layout(*args), cu_seqlens=torch.tensor([0, 4, 8, 12, 37]), max_seqlen=25)
+    )
     assert not hf_flash2.verify(model, inputs).ok
 
 
