@@ -38,13 +38,25 @@ logger = logging.getLogger(NAME)
 
 # ---------------------------------------------------------------------------------------------------------------------- notices and records
 
-_strict = os.environ.get("HF_FLASH2_STRICT", "0") not in ("", "0")
+_SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value.lower() not in _SWITCH:
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return _SWITCH[value.lower()]
+
+
+_strict = _switch("HF_FLASH2_STRICT")
 _noticed: set[str] = set()
 _calls: dict[torch.nn.Module, list[str]] | None = None
 
 
 def set_strict(enabled: bool) -> None:
     """Whether attention that our kernels cannot run raises ValueError instead of going to SDPA with a warning. HF_FLASH2_STRICT=1 does."""
+    if not isinstance(enabled, bool):
+        raise ValueError(f"set_strict takes True or False, got {enabled!r}")
     global _strict
     _strict = enabled
 

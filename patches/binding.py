@@ -6,6 +6,7 @@ own record, refers to nothing of the original, and can be unpatched by itself.
 
 import copy
 import inspect
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,18 @@ class BoundLayer:
 
     forward: FunctionType | None  # None when the module is only switched through its config
     previous: Callable | None = None  # the instance attribute that ours replaced; None = there was none, the class's forward ran
+
+    def __deepcopy__(self, memo: dict) -> "BoundLayer":
+        return BoundLayer(self.forward, copy.deepcopy(self.previous, memo))
+
+    def __reduce_ex__(self, protocol: int):
+        # A bound method is pickled as the name of its function, and would come back as the class's own forward.
+        if self.forward is not None:
+            raise pickle.PicklingError(
+                "a model patched by hf_flash2 cannot be pickled whole; call hf_flash2.unpatch(model) before and hf_flash2.patch(model) "
+                "after, or save its state_dict() or save_pretrained(), which hold nothing of the patch"
+            )
+        return super().__reduce_ex__(protocol)
 
 
 def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:

@@ -82,7 +82,8 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
             not. torch.compile wrappers are run uncompiled.
         batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
     Raises:
-        ValueError: the model is quantised, so that there is no copy in higher precision to compare with.
+        ValueError: the model is quantised, so that there is no copy in higher precision to compare with; the batch has no real token; the
+            model's output has nothing to compare.
 
     Runs in evaluation mode without gradients. Needs memory for one more copy of the model in the reference dtype.
     """
@@ -98,9 +99,13 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     dtype = target.dtype
     reference_dtype = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     eager_output = _output(eager, inputs)
+    if hasattr(eager, "set_experts_implementation"):
+        eager.set_experts_implementation("eager")  # grouped products know no float64
     eager.to(reference_dtype)
     reference = _output(eager, _to_dtype(inputs, reference_dtype))
     real = _real_tokens(inputs, reference)
+    if not real.any():
+        raise ValueError("the batch has no real token to compare: its attention_mask is 0 everywhere")
     if not reference[real].isfinite().all():
         # NOTE: most eager attention has a float32 softmax even in a float64 model, where the mask of a row that is all padding overflows.
         eager.set_attn_implementation("sdpa")
@@ -122,15 +127,21 @@ def _idle_layers(report: PatchReport, before: dict[str, int]) -> tuple[str, ...]
 
 @torch.no_grad()
 def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
-    """Logits or last hidden states [B, S, ...] in evaluation mode; the training flags are put back."""
+    """Logits or last hidden states [B, S, ...], or what stands in their place, in evaluation mode; the training flags are put back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        output = model(**inputs)
+        output = model(**{**inputs, "return_dict": True})
     finally:
         for module in training:
             module.training = True
-    return output.logits if "logits" in output else output.last_hidden_state
+    for name in ("logits", "last_hidden_state", *output):
+        x = output.get(name)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 2:
+            return x
+    raise ValueError(
+        f"verify compares logits or hidden states, and {type(output).__name__} has none; verify a part of the model that returns some"
+    )
 
 
 def _to_dtype(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:

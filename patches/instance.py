@@ -198,9 +198,18 @@ def _unbind_layers(model: nn.Module) -> None:
 
 
 def _calls_attention_interface(module: nn.Module) -> bool:
-    """Whether the module's forward looks its attention function up by the name in its config, as Transformers' attention classes do."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
+    """Whether the module's forward looks its attention function up by the name in its config, as Transformers' attention classes do, or one
+    of a class that it extends, as far as forwards call each other."""
+    for owner in type(module).__mro__:
+        if "forward" not in vars(owner):
+            continue
+        code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
+        names = () if code is None else code.co_names
+        if "ALL_ATTENTION_FUNCTIONS" in names:
+            return hasattr(module, "config")
+        if "forward" not in names:
+            return False
+    return False
 
 
 def _backend(model: PreTrainedModel) -> str:

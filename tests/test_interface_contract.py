@@ -419,6 +419,20 @@ def test_a_mask_of_another_rank_is_refused(device):
         attention(Layer(), q, k, v, torch.ones(BATCH, SEQLEN, SEQLEN, device=device))
 
 
+@pytest.mark.parametrize(("value", "strict"), [("0", False), ("false", False), ("", False), ("1", True), ("True", True)])
+def test_strict_by_the_environment(value, strict, monkeypatch):
+    monkeypatch.setenv("HF_FLASH2_STRICT", value)
+    assert interface._switch("HF_FLASH2_STRICT") is strict
+
+
+def test_strict_is_yes_or_no(monkeypatch):
+    monkeypatch.setenv("HF_FLASH2_STRICT", "sometimes")
+    with pytest.raises(ValueError, match="HF_FLASH2_STRICT must be 0 or 1, got 'sometimes'"):
+        interface._switch("HF_FLASH2_STRICT")
+    with pytest.raises(ValueError, match="True or False, got '0'"):
+        hf_flash2.set_strict("0")
+
+
 def test_strict_forbids_sdpa(device):
     q, k, v = qkv(device)
     mask = torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.bool, device=device)

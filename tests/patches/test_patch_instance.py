@@ -1,13 +1,16 @@
 """patch, unpatch and patched: what they report, that they change one instance alone, and that everything comes off again."""
 
 import copy
+import io
 import json
+import pickle
 
 import pytest
 import small_models
 import torch
 from small_models import FAMILIES
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_flash2
 from hf_flash2 import native, patches
@@ -345,3 +348,51 @@ class TestWholeClass:
         hf_flash2.unpatch(model)
         assert_same(before, snapshot(model))
         assert torch.equal(logits(model), expected)
+
+
+class Halved(LlamaAttention):
+    """As users extend an attention class."""
+
+    def forward(self, *args, **kwargs):
+        out, weights = super().forward(*args, **kwargs)
+        return out * 0.5, weights
+
+
+class Foreign(LlamaAttention):
+    """Its forward calls no one's."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states, None
+
+
+def test_attention_that_extends_one_which_calls_the_interface():
+    model = small_models.model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Halved
+    inputs = small_models.batch("left")
+    expected = model(**inputs).logits
+    report = hf_flash2.patch(model)
+    found = model(**inputs).logits
+    real = small_models.real_tokens(inputs)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert list(report.calls.values()) == [1, 1]
+    hf_flash2.unpatch(model)
+    model.model.layers[0].self_attn.__class__ = Foreign
+    assert list(hf_flash2.patch(model).calls) == ["model.layers.1.self_attn"]
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_patched_model_is_not_pickled_but_copied(family, packed):
+    """It would come back with the forwards of its classes, and the config of a patched one."""
+    model = small_models.model(family)
+    hf_flash2.patch(model, packed=packed)
+    with pytest.raises(pickle.PicklingError, match=r"call hf_flash2.unpatch\(model\) before"):
+        torch.save(model, io.BytesIO())
+    inputs = small_models.batch("left")
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, model(**inputs).logits)
+    hf_flash2.unpatch(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(**inputs).logits, model(**inputs).logits)

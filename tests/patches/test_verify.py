@@ -6,6 +6,8 @@ import pytest
 import small_models
 import torch
 from small_models import FAMILIES
+from transformers import LlamaForQuestionAnswering, MixtralConfig, MixtralForCausalLM
+from transformers.utils import ModelOutput
 
 import hf_flash2
 from hf_flash2 import patches
@@ -62,6 +64,35 @@ def test_a_layer_whose_op_does_not_run_is_found():
     assert comparison.ratio < 2
     assert not comparison.ok
     assert "the op did not run for model.layers.0.self_attn" in str(comparison)
+
+
+def test_a_mixture_of_experts_is_compared_with_float64():
+    """Its experts multiply in groups, which float64 does not."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    config = MixtralConfig(**{**small_models.config("llama").to_dict(), "model_type": "mixtral", "architectures": None, **sizes})
+    comparison = hf_flash2.verify(MixtralForCausalLM(config).eval(), small_models.batch("left"))
+    assert comparison.ok, comparison
+    assert comparison.reference_dtype == torch.float64
+
+
+def test_outputs_without_logits_or_without_names():
+    inputs = small_models.batch("left")
+    assert hf_flash2.verify(LlamaForQuestionAnswering(small_models.config("llama")).eval(), inputs).ok
+    assert hf_flash2.verify(small_models.model("llama"), inputs | {"return_dict": False}).ok
+
+
+def test_an_output_with_nothing_to_compare_is_refused(monkeypatch):
+    model = small_models.model("llama")
+    monkeypatch.setattr(type(model), "forward", lambda self, **inputs: ModelOutput(loss=torch.zeros(())))
+    with pytest.raises(ValueError, match="ModelOutput has none; verify a part"):
+        hf_flash2.verify(model, small_models.batch("dense"))
+
+
+def test_a_batch_without_a_real_token_is_refused():
+    inputs = small_models.batch("dense")
+    with pytest.raises(ValueError, match="no real token"):
+        hf_flash2.verify(small_models.model("llama"), inputs | {"attention_mask": torch.zeros_like(inputs["input_ids"])})
 
 
 def test_a_quantised_model_is_refused():
