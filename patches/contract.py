@@ -38,8 +38,10 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
         if _is_above(module, attention_layers) and not _hands_on_keyword_arguments(type(module)):
             return f"its {type(module).__name__} does not hand on the keyword arguments that tell the attention where rows begin"
     makers = {node.id for node in ast.walk(_forward_tree(type(base))) if isinstance(node, ast.Name) and node.id.startswith("create_")}
+    if not makers:
+        return f"its {name} does not make Transformers' causal mask itself, the one that packing knows how to replace"
     if "create_causal_mask" not in makers or makers - _MASKS - {"create_bidirectional_mask"}:  # that one: GPT-2's, of the encoder's tokens
-        return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers)) or 'none'})"
+        return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers))})"
     other_use = _other_use_of_the_mask(type(base))
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"

@@ -27,6 +27,7 @@ _PATCH = "_hf_flash2_patch"  # attribute of a patched PreTrainedModel: its _Patc
 class _Patch:
     configs: list[OwnConfig]
     options: dict[str, bool]  # of `patch`
+    implementations: str  # of the model and its parts, once it was patched
     report: PatchReport
 
 
@@ -53,7 +54,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     options = {"packed": packed, "keep_logits": keep_logits}
     target = pretrained_model(model)
     existing = vars(target).get(_PATCH)
-    if existing is not None and target.config._attn_implementation == NAME and existing.options == options:
+    if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
         return existing.report
     unpatch(model)
     backend = _backend(target)
@@ -69,7 +70,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
         _unbind_layers(target)
         restore_configs(model, configs)
         raise
-    setattr(target, _PATCH, _Patch(configs, options, report))
+    setattr(target, _PATCH, _Patch(configs, options, _implementations(target), report))
     return report
 
 
@@ -109,10 +110,18 @@ def patch_options(model: nn.Module) -> dict[str, bool]:
 
 def pretrained_model(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
+    found: list[PreTrainedModel] = []
+    inside: set[int] = set()  # of those found, whose modules come before what stands beside them
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"there is no Transformers model (PreTrainedModel) inside this {type(model).__name__}; patch the model itself")
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            found.append(module)
+            inside |= {id(part) for part in module.modules()}
+    if not found:
+        raise ValueError(f"there is no Transformers model (PreTrainedModel) inside this {type(model).__name__}; patch the model itself")
+    if len(found) > 1:
+        names = ", ".join(type(module).__name__ for module in found)
+        raise ValueError(f"there are several Transformers models side by side in this {type(model).__name__} ({names}); patch each of them")
+    return found[0]
 
 
 def _submodels(model: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:

@@ -489,7 +489,7 @@ PACKABLE = {
     "Mixtral": "loss = ... self.router_aux_loss_coef",
 }  # fmt: skip
 REFUSED = {
-    "OPT": "its OPTModel makes masks other than",
+    "OPT": "its OPTModel does not make Transformers' causal mask itself",
     "MiniMax": "it has 2 layers, and the attention of 1 runs on hf_flash2",
     "BioGpt": "its BioGptModel uses the attention mask for more" if VERSION >= (5, 0) else "its BioGptModel makes masks other than",
 }

@@ -9,7 +9,7 @@ import pytest
 import small_models
 import torch
 from small_models import FAMILIES
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_flash2
@@ -396,3 +396,27 @@ def test_a_patched_model_is_not_pickled_but_copied(family, packed):
     torch.save(model, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)(**inputs).logits, model(**inputs).logits)
+
+
+def test_models_side_by_side_are_patched_one_by_one():
+    both = torch.nn.ModuleDict({"teacher": small_models.model("llama"), "student": small_models.model("gpt2")})
+    for function in (hf_flash2.patch, patches.instance.patch_options):
+        with pytest.raises(ValueError, match=r"several .* in this ModuleDict \(LlamaForCausalLM, GPT2LMHeadModel\); patch each of them"):
+            function(both)
+    reports = [hf_flash2.patch(model) for model in both.values()]
+    assert [report.family for report in reports] == ["llama", "gpt2"]
+    hf_flash2.unpatch(both)
+    assert not any(map(is_ours, both.modules()))
+
+
+def test_a_model_is_patched_once_where_only_parts_can_be():
+    """The vision tower of GOT-OCR2 adds a position bias, so the model as a whole goes on naming eager attention."""
+    tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "mlp_dim": 32}
+    text = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model("got_ocr2", vision_config=tower | {"global_attn_indexes": [1]}, text_config=text, image_token_id=3)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    report = hf_flash2.patch(model)
+    model(input_ids=torch.arange(5, 17)[None])
+    assert hf_flash2.patch(model) is report
+    assert list(report.calls.values()) == [1, 1]
