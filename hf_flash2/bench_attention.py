@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import kernels, native, packing
-from .bench_shared import describe_environment, figure, legend_below, middle, ragged_lengths, release_memory, write_csv
+from .bench_shared import describe_environment, figure, legend_below, middle, positive, ragged_lengths, release_memory, write_csv
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
@@ -280,15 +280,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["papers"], help="default: papers")
     parser.add_argument("--mode", nargs="+", choices=list(PRODUCTS_OF_MODE), default=["fwd", "bwd"], help="decode: always fwd")
-    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="default: those of the shapes; mla has its own")
-    parser.add_argument("--seqlen", nargs="+", type=int, metavar="S", help="default: those of the shapes")
+    parser.add_argument("--head-dim", nargs="+", type=positive, metavar="D", help="default: those of the shapes; mla has its own")
+    parser.add_argument("--seqlen", nargs="+", type=positive, metavar="S", help="default: those of the shapes")
     parser.add_argument(
         "--causal", choices=["yes", "no", "both"], help="default: both for papers and mla, else yes; window and decode are always causal"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--tokens", type=int, help="papers, mla, ragged: batch = tokens / seqlen (default 16384, ragged 32768)")
+    parser.add_argument("--tokens", type=positive, help="papers, mla, ragged: batch = tokens / seqlen (default 16384, ragged 32768)")
     parser.add_argument(
-        "--hidden-size", type=int, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"
+        "--hidden-size", type=positive, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"
     )
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
     parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")

@@ -1,5 +1,6 @@
-"""What the benchmarks share: lengths of a ragged batch, statistics, where the numbers come from, CSV files, figures."""
+"""What the benchmarks share: lengths of a ragged batch, options, statistics, where the numbers come from, CSV files, figures."""
 
+import argparse
 import contextlib
 import csv
 import datetime
@@ -16,6 +17,13 @@ from . import __version__
 
 LOG_NORMAL_SIGMA = 0.8  # of the logarithm of a length: instruction data lies between 0.7 and 1
 SEED = 0
+
+
+def positive(text: str) -> int:
+    """The number of a command-line option that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return int(text)
 
 
 def ragged_lengths(batch: int, seqlen: int, fill: float, seed: int = SEED) -> tuple[int, ...]:

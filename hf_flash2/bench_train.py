@@ -17,7 +17,18 @@ from pathlib import Path
 import torch
 
 from . import bench_profile, native
-from .bench_shared import SEED, as_title, describe_environment, figure, legend_below, middle, ragged_lengths, release_memory, write_csv
+from .bench_shared import (
+    SEED,
+    as_title,
+    describe_environment,
+    figure,
+    legend_below,
+    middle,
+    positive,
+    ragged_lengths,
+    release_memory,
+    write_csv,
+)
 from .interface import NAME
 from .ops import last_backend
 
@@ -90,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", nargs="+", choices=list(PRESETS), default=[*PRESETS][:3] if gpu else ["tiny"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(f'"{arm}"' for arm in ARMS))
-    parser.add_argument("--turns", type=int, default=4, help="of each arm (default 4)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn, behind one that is not timed (default 3)")
+    parser.add_argument("--turns", type=positive, default=4, help="of each arm (default 4)")
+    parser.add_argument("--steps", type=positive, default=3, help="timed steps in a turn, behind one that is not timed (default 3)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="non-reentrant, of every layer")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per arm, after each preset")

@@ -52,6 +52,10 @@ class BuildError(RuntimeError):
     """The library cannot be built; the message is complete: what failed, its last lines, what to do."""
 
 
+class UsageError(BuildError):
+    """An option or its variable has a value that cannot be."""
+
+
 # ---- What to build with ------------------------------------------------------------------------------------------------------------
 
 
@@ -165,13 +169,13 @@ def parse_archs(text: str) -> list[Arch]:
     for entry in filter(None, re.split(r"[;,\s]+", text)):
         match = re.fullmatch(r"(\d{2,3})(a?)(\+PTX)?", entry)
         if not match or int(match[1]) < 80 or (match[2] and match[1] != "90") or (match[2] and match[3]):
-            raise BuildError(
+            raise UsageError(
                 f"hf_flash2: HF_FLASH2_ARCHS must list compute capabilities from 80 on, 90+PTX for PTX as well, 90a for the Hopper "
                 f"kernels; got {entry!r} in {text!r}. The default is {DEFAULT_ARCHS!r}"
             )
         archs.append(Arch(match[1] + match[2], bool(match[3])))
     if not archs:
-        raise BuildError(f"hf_flash2: HF_FLASH2_ARCHS names no architecture, got {text!r}. The default is {DEFAULT_ARCHS!r}")
+        raise UsageError(f"hf_flash2: HF_FLASH2_ARCHS names no architecture, got {text!r}. The default is {DEFAULT_ARCHS!r}")
     return archs
 
 
@@ -180,7 +184,7 @@ def parse_head_dims(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
     entries = list(filter(None, re.split(r"[;,\s]+", text)))
     unknown = [entry for entry in entries if entry not in map(str, known)]
     if unknown:
-        raise BuildError(f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown)}")
+        raise UsageError(f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown)}")
     return tuple(sorted(map(int, entries))) or known
 
 
@@ -192,7 +196,7 @@ def choose_jobs() -> tuple[int, str]:
     named = os.environ.get("MAX_JOBS")
     if named:
         if not named.isdecimal() or int(named) < 1:
-            raise BuildError(f"hf_flash2: MAX_JOBS must be a positive number, got {named!r}")
+            raise UsageError(f"hf_flash2: MAX_JOBS must be a positive number, got {named!r}")
         return int(named), "MAX_JOBS"
     cores, memory_bytes = usable_cores(), free_memory_bytes()
     jobs = max(1, min(cores, memory_bytes * 8 // 10 // BYTES_PER_JOB))
@@ -330,15 +334,17 @@ def build(
     that csrc/spills.json does not allow and ptxas's performance messages are errors; otherwise they are reported only.
     """
     started = time.monotonic()
+    csrc = (csrc or source_folder()).resolve()
+    if not (csrc / "instantiate.py").is_file():
+        raise UsageError(f"hf_flash2: --csrc must be a folder of kernel sources with their instantiate.py, got {csrc}")
+    archs_wanted = parse_archs(archs or os.environ.get("HF_FLASH2_ARCHS") or DEFAULT_ARCHS)
     reason = reason_not_buildable()
     if reason:
         raise BuildError(f"hf_flash2: the CUDA kernels cannot be built here: {reason}")
     toolkit = find_toolkit()
-    csrc = (csrc or source_folder()).resolve()
     folder = (build_folder or default_build_folder(csrc)).resolve()
     output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
     jobs_at_once, jobs_reason = choose_jobs()
-    archs_wanted = parse_archs(archs or os.environ.get("HF_FLASH2_ARCHS") or DEFAULT_ARCHS)
     with _lock(folder, say):
         jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))
         _write_ninja(folder, csrc, toolkit, jobs)
@@ -378,9 +384,9 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
             _write_if_changed(source, unit.source)
             jobs.append(Job(source, unit.label, of_family[unit.family]))
     if not jobs:
-        raise BuildError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
+        raise UsageError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
     if not of_family["sm80"]:
-        raise BuildError("hf_flash2: 90a names the Hopper kernels alone, which leave dropout and more to the others; use '90;90a'")
+        raise UsageError("hf_flash2: 90a names the Hopper kernels alone, which leave dropout and more to the others; use '90;90a'")
     built = [target for arch in archs if any(arch in job.archs for job in jobs) for target in arch.targets]
     defines = (
         f'HF_FLASH2_VERSION="{package_version()}"',
@@ -552,7 +558,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`hf-flash2 build`: 0 when the library was built, 1 with the reason on stderr otherwise."""
+    """`hf-flash2 build`: 0 when the library was built, else the reason on stderr and 2 for an option that cannot be, 1 for all else."""
     try:
         reason = reason_not_buildable() if args.if_possible else None
         if reason:
@@ -562,7 +568,7 @@ def run(args: argparse.Namespace) -> int:
         build(**{option: getattr(args, option) for option in options})
     except BuildError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     return 0
 
 

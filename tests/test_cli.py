@@ -14,6 +14,7 @@ import torch
 from hf_flash2 import build, cli, info, native
 
 ROOT = Path(__file__).resolve().parents[1]
+needs_compiler = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=f"{build.reason_not_buildable()}")
 
 
 def read_info(capsys) -> dict:
@@ -37,6 +38,38 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         cli.main(argv)
     assert caught.value.code == 2
     assert "usage: hf-flash2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        *((["parity", "--seqlen", n], f"--seqlen: must be a number from 16 on, got '{n}'") for n in ("15", "1", "0", "-3", "x")),
+        (["parity", "--device", "foo"], "--device: must be cpu, cuda or cuda:N, got 'foo'"),
+        (["parity", "--device", "meta"], "--device: must be cpu, cuda or cuda:N, got 'meta'"),
+        (["bench", "train", "--turns", "0"], "--turns: must be a number from 1 on, got '0'"),
+        (["bench", "train", "--steps", "-1"], "--steps: must be a number from 1 on, got '-1'"),
+        (["bench", "attention", "--seqlen", "512", "0"], "--seqlen: must be a number from 1 on, got '0'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_wrong_usage(argv, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--archs", "75", "must list compute capabilities from 80 on"),
+        ("--csrc", "no/such/folder", "must be a folder of kernel sources"),
+        pytest.param("--head-dims", "80", "must be among ", marks=needs_compiler),
+    ],
+)
+def test_a_build_option_that_cannot_be_is_wrong_usage(option, value, message, tmp_path, capsys):
+    assert cli.main(["build", option, value, "--build-folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and value in said
 
 
 def test_help_lists_every_command_without_importing_it(capsys, monkeypatch):
