@@ -6,7 +6,7 @@ Standard library only: setup.py loads this file by path (no torch there yet), `h
 Environment:
     HF_FLASH2_NVCC        this nvcc and no other
     CUDA_HOME             the toolkit to use; else the nvidia-cuda-nvcc package of this Python, else nvcc on PATH, else /usr/local/cuda
-    CXX                   host C++ compiler; else g++, clang++ or c++ on PATH
+    CXX                   host C++ compiler, with flags if need be ("g++ -m64"); else g++, clang++ or c++ on PATH
     HF_FLASH2_ARCHS       architectures, e.g. "90" or "80;90+PTX;90a" (the default): machine code for sm_NN, +PTX for newer GPUs as well
     HF_FLASH2_HEAD_DIMS   kernels of these head dims only, e.g. "64,128", for a quick development build
     HF_FLASH2_SKIP_CUDA   1: install without CUDA kernels
@@ -110,10 +110,35 @@ def _version_tuple(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def find_host_compiler() -> str | None:
-    """The C++ compiler that nvcc shall call: CXX, else the first of g++, clang++ and c++ on PATH."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next(filter(None, map(shutil.which, names)), None)
+@dataclass(frozen=True)
+class HostCompiler:
+    """The C++ compiler that nvcc calls, with flags for each of its calls. `launcher` stood before it in CXX."""
+
+    program: str
+    flags: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+
+    @property
+    def nvcc_flags(self) -> list[str]:
+        """-ccbin takes a program and nothing else; -Xcompiler splits at commas, and nvcc hands the rest to a shell."""
+        return ["-ccbin", self.program, *(part for flag in self.flags for part in ("-Xcompiler", shlex.quote(flag).replace(",", r"\,")))]
+
+
+def find_host_compiler() -> HostCompiler | None:
+    """CXX, else the first of g++, clang++ and c++ on PATH; None when there is none. A CXX that cannot be found raises BuildError."""
+    named = os.environ.get("CXX", "")
+    if not named.strip():
+        program = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+        return HostCompiler(program) if program else None
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"hf_flash2: CXX is {named!r}, which cannot be read: {error}; name a C++ compiler or unset it") from error
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))  # of programs; flags are behind them
+    program = shutil.which(words[count - 1]) if count else None
+    if not program:
+        raise BuildError(f"hf_flash2: CXX is {named!r}, but there is no such program; name a C++ compiler that is there or unset it")
+    return HostCompiler(program, tuple(words[count:]), tuple(words[: count - 1]))
 
 
 def find_ninja() -> str | None:
@@ -341,13 +366,15 @@ def build(
     reason = reason_not_buildable()
     if reason:
         raise BuildError(f"hf_flash2: the CUDA kernels cannot be built here: {reason}")
-    toolkit = find_toolkit()
+    toolkit, compiler = find_toolkit(), find_host_compiler()
+    if compiler.launcher:
+        say(f"hf_flash2: CXX names {shlex.join(compiler.launcher)} before the compiler, which is left out: nvcc calls the compiler itself")
     folder = (build_folder or default_build_folder(csrc)).resolve()
     output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
     jobs_at_once, jobs_reason = choose_jobs()
     with _lock(folder, say):
         jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))
-        _write_ninja(folder, csrc, toolkit, jobs)
+        _write_ninja(folder, csrc, toolkit, compiler, jobs)
         targets = " ".join(sorted({target for job in jobs for arch in job.archs for target in arch.targets}))
         say(
             f"hf_flash2: building {len(jobs)} objects for {targets} with nvcc {toolkit.version} ({toolkit.found}), "
@@ -398,13 +425,13 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
     return jobs
 
 
-def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, jobs: list[Job]) -> None:
+def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, compiler: HostCompiler, jobs: list[Job]) -> None:
     # The commands name the toolkit by a link in the build folder, and its headers as system headers (absent from the depfiles): pip unpacks
     # nvcc into a new temporary folder every time, which must not make every object stale. Its version is part of every command instead.
     link = folder / "toolkit"
     link.unlink(missing_ok=True)
     link.symlink_to(toolkit.root)
-    nvcc = ["toolkit/bin/nvcc", "-ccbin", find_host_compiler()]
+    nvcc = ["toolkit/bin/nvcc", *compiler.nvcc_flags]
     includes = [flag for path in ("include", "include/cccl") if (toolkit.root / path).is_dir() for flag in ("-isystem", f"toolkit/{path}")]
     libraries = [f"-Ltoolkit/{path}" for path in ("lib64", "lib") if (toolkit.root / path).is_dir()]
     compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), "-I", "generated", f'-DHF_FLASH2_TOOLKIT="{toolkit.version}"']

@@ -154,8 +154,15 @@ def _library() -> dict[str, Any]:
         library["mb"] = round(path.stat().st_size / 1e6, 1)
     except native.NotAvailableError as error:
         library["error"] = str(error)
-        library["rebuild"] = build.reason_not_buildable() or "`hf-flash2 build` can build it here"
+        library["rebuild"] = _how_to_rebuild()
     return library
+
+
+def _how_to_rebuild() -> str:
+    try:
+        return build.reason_not_buildable() or "`hf-flash2 build` can build it here"
+    except build.BuildError as error:  # HF_FLASH2_NVCC, CUDA_HOME or CXX names what does not work
+        return str(error)
 
 
 def _backends() -> list[dict[str, str | None]]:

@@ -102,6 +102,46 @@ def test_old_toolkit(only_these_toolkits, monkeypatch, tmp_path):
         build.find_toolkit()
 
 
+# ---- Finding the host compiler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compilers(monkeypatch, tmp_path):
+    """{name: path} of the only programs on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return {name: str(make_executable(tmp_path / "bin" / name, "")) for name in ("ccache", "clang++", "g++")}
+
+
+@pytest.mark.parametrize(
+    ("cxx", "program", "flags", "launcher"),
+    [
+        ("", "g++", (), ()),
+        ("clang++", "clang++", (), ()),
+        ("g++ -m64 -Wa,-q '-Dx=a b'", "g++", ("-m64", "-Wa,-q", "-Dx=a b"), ()),
+        ("ccache clang++ -m64", "clang++", ("-m64",), ("ccache",)),
+    ],
+)
+def test_cxx_is_split_into_launcher_program_and_flags(compilers, monkeypatch, cxx, program, flags, launcher):
+    monkeypatch.setenv("CXX", cxx)
+    assert build.find_host_compiler() == build.HostCompiler(compilers[program], flags, launcher)
+
+
+def test_flags_of_the_host_compiler_reach_it_through_nvcc():
+    compiler = build.HostCompiler("/usr/bin/g++", ("-m64", "-Wa,-q", "-Dx=a b"))
+    assert compiler.nvcc_flags == ["-ccbin", "/usr/bin/g++", "-Xcompiler", "-m64", "-Xcompiler", r"-Wa\,-q", "-Xcompiler", "'-Dx=a b'"]
+
+
+@pytest.mark.parametrize("cxx", ["g++-99", "ccache g++-99", "-m64", "g++ 'open"])
+def test_named_host_compiler_that_cannot_be_found_is_an_error(compilers, monkeypatch, cxx):
+    """A pure Python install in silence is not what was asked for."""
+    monkeypatch.setenv("CXX", cxx)
+    for look in (build.find_host_compiler, build.reason_not_buildable):
+        with pytest.raises(build.BuildError, match=f"CXX is {re.escape(repr(cxx))}.* or unset it"):
+            look()
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
+    assert "HF_FLASH2_SKIP_CUDA" in build.reason_not_buildable()
+
+
 # ---- When nothing is built ---------------------------------------------------------------------------------------------------------
 
 
@@ -109,8 +149,9 @@ def test_reason_not_buildable_names_what_is_missing(only_these_toolkits, monkeyp
     monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
     assert "HF_FLASH2_SKIP_CUDA" in build.reason_not_buildable()
     monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "0")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "C++ compiler" in build.reason_not_buildable()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert "C++ compiler" in build.reason_not_buildable()
     monkeypatch.setenv("CXX", str(make_executable(tmp_path / "c++", "")))
     assert "nvcc" in build.reason_not_buildable()
     make_nvcc(tmp_path / "path")
@@ -429,6 +470,13 @@ def test_spill_fails_a_strict_build_and_is_reported_by_the_default_one(tree):
     assert any("findings on the machine code, such as register spills: 1 " in line for line in tree.build(head_dims="64"))
     (tree.csrc / "spills.json").write_text(json.dumps({"forward_sm80_hdim64_*:sm_80:*": {"bytes": 100000, "reason": "a test"}}))
     assert not any("findings" in line for line in tree.build(head_dims="64", strict=True))
+
+
+@needs_compiler
+def test_cxx_with_launcher_and_flags_builds(tree, monkeypatch):
+    monkeypatch.setenv("CXX", f"no-launcher {build.find_host_compiler().program} -DPLANTED='a, b' -O1")
+    (tree.csrc / "api.cpp").write_text("#ifndef PLANTED\n#error the flag is lost\n#endif\n" + API)
+    assert "no-launcher before the compiler, which is left out" in tree.build(head_dims="64")[0]
 
 
 @needs_compiler

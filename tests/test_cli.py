@@ -204,6 +204,12 @@ def test_info_with_a_file_that_is_no_library(no_library, capsys):
     assert "cannot be loaded" in report["library"]["error"] and report["library"]["rebuild"]
 
 
+def test_info_with_a_compiler_that_is_not_there(no_library, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "g++-99")
+    library = read_info(capsys)["library"]
+    assert str(no_library) in library["error"] and "CXX is 'g++-99'" in library["rebuild"]
+
+
 @pytest.mark.parametrize("section", ["_versions", "_gpu", "_library", "_backends", "_registration"])
 def test_info_survives_any_broken_section(section, capsys, monkeypatch):
     def broken():
