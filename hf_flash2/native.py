@@ -35,7 +35,12 @@ def library_path() -> Path:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Raises NotAvailableError with the reason and the remedy."""
-    path = library_path()
+    path, named = library_path(), bool(os.environ.get("HF_FLASH2_LIBRARY"))
+    if named and not path.is_file():
+        raise NotAvailableError(
+            f"HF_FLASH2_LIBRARY: {path} {'is a folder' if path.is_dir() else 'does not exist'}; name a library, such as "
+            "`hf-flash2 build --output PATH` makes, or unset it to use the package's own"
+        )
     if not path.is_file():
         raise NotAvailableError(
             f"the CUDA kernels are not built ({path} does not exist); run `hf-flash2 build`, or reinstall hf_flash2 on a machine "
@@ -45,7 +50,8 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
         _declare(lib)
     except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
-        raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `hf-flash2 build`") from error
+        rebuild = f"hf-flash2 build --output {path}" if named else "hf-flash2 build"
+        raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `{rebuild}`") from error
     return lib
 
 

@@ -69,11 +69,24 @@ def test_every_function_of_the_library_is_declared():
         assert hasattr(declared[name], "restype"), name
 
 
-def test_a_library_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(Path(torch.__file__).parent / "lib/libc10.so"))
+@pytest.fixture
+def unloaded():
+    """`native` has loaded no library, and forgets that of the test."""
     native.library.cache_clear()
-    try:
-        with pytest.raises(native.NotAvailableError, match="hf_flash2_forward.*rebuild it with `hf-flash2 build`"):
+    yield
+    native.library.cache_clear()
+
+
+def test_a_library_that_lacks_a_function_is_refused(monkeypatch, unloaded):
+    path = Path(torch.__file__).parent / "lib/libc10.so"
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(path))
+    with pytest.raises(native.NotAvailableError, match=f"hf_flash2_forward.*rebuild it with `hf-flash2 build --output {path}`"):
+        native.library()
+
+
+def test_a_named_library_that_is_not_there(monkeypatch, tmp_path, unloaded):
+    """Not by the name of the package's own: a build would go there, and the variable would still be wrong."""
+    for path, what in ((tmp_path, "is a folder"), (tmp_path / "nothing.so", "does not exist")):
+        monkeypatch.setenv("HF_FLASH2_LIBRARY", str(path))
+        with pytest.raises(native.NotAvailableError, match=f"^HF_FLASH2_LIBRARY: {path} {what};.*unset it"):
             native.library()
-    finally:
-        native.library.cache_clear()
