@@ -9,6 +9,8 @@ import json
 import os
 from pathlib import Path
 
+from . import __version__
+
 LIBRARY_NAME = "libhf_flash2.so"
 FAMILIES = {"auto": 0, "sm80": 80, "sm90": 90}
 NEEDS_WORKSPACE = -6  # what a forward answers that was not given the scratch it needs
@@ -52,6 +54,9 @@ def library() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
         rebuild = f"hf-flash2 build --output {path}" if named else "hf-flash2 build"
         raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `{rebuild}`") from error
+    version = json.loads(lib.hf_flash2_build_info())["version"]
+    if version != __version__ and not named:  # `hf-flash2 build` writes a file that pip does not know: an uninstall leaves it behind
+        raise NotAvailableError(f"{path} is of hf_flash2 {version}, this is hf_flash2 {__version__}; rebuild it with `hf-flash2 build`")
     return lib
 
 

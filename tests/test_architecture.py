@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "packing": set(),
     "collator": set(),
     "support": set(),
-    "native": set(),
+    "native": {"__version__"},
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference"},
     "rotary": {"kernels", "native"},

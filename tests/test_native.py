@@ -1,14 +1,16 @@
 """native.py: what the library is asked, and what becomes of its answers. A stand-in answers for libraries and GPUs that are not here."""
 
+import json
 import re
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import stand_in
 import torch
 
-from hf_flash2 import native, ops
+from hf_flash2 import __version__, native, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,6 +84,24 @@ def test_a_library_that_lacks_a_function_is_refused(monkeypatch, unloaded):
     monkeypatch.setenv("HF_FLASH2_LIBRARY", str(path))
     with pytest.raises(native.NotAvailableError, match=f"hf_flash2_forward.*rebuild it with `hf-flash2 build --output {path}`"):
         native.library()
+
+
+def test_a_library_that_an_older_install_left_behind_is_refused(monkeypatch, tmp_path, unloaded):
+    """pip does not know the file that `hf-flash2 build` wrote. Only where it is named is another version taken."""
+    library = mock.MagicMock()
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.delenv("HF_FLASH2_LIBRARY", raising=False)
+    (tmp_path / native.LIBRARY_NAME).touch()
+    library.hf_flash2_build_info.return_value = json.dumps({"version": "0.0.9"}).encode()
+    with pytest.raises(native.NotAvailableError, match=f"is of hf_flash2 0.0.9, this is hf_flash2 {__version__}; .*`hf-flash2 build`"):
+        native.library()
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / native.LIBRARY_NAME))
+    assert native.library() is library
+    native.library.cache_clear()
+    monkeypatch.delenv("HF_FLASH2_LIBRARY")
+    library.hf_flash2_build_info.return_value = json.dumps({"version": __version__}).encode()
+    assert native.library() is library
 
 
 def test_a_named_library_that_is_not_there(monkeypatch, tmp_path, unloaded):
