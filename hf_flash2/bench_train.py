@@ -114,8 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the presets, print a line per arm, write what was asked for. Returns the exit code: 1 where arms disagree."""
-    import transformers  # here and below: the benchmark of the kernels alone does not need it
-
+    try:
+        import transformers  # here and below: the benchmark of the kernels alone does not need it
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        print("hf-flash2 bench train needs Transformers: pip install transformers", file=sys.stderr)
+        return 1
     device = torch.device(args.device)
     if device.type == "cuda":
         reason = native.reason_unavailable(torch.cuda.current_device()) if torch.cuda.is_available() else "there is no CUDA GPU"

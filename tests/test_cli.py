@@ -162,11 +162,12 @@ def test_commands_that_need_torch_say_so_without_it(without_torch, command):
     assert "Traceback" not in done.stderr and "install torch" in done.stderr
 
 
-def test_parity_without_transformers_says_so(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["parity", "bench train"])
+def test_commands_that_need_transformers_say_so_without_it(command, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "hf_flash2.parity", raising=False)
-    assert cli.main(["parity"]) == 1
-    assert capsys.readouterr().err == "hf-flash2 parity needs Transformers: pip install transformers\n"
+    assert cli.main(command.split()) == 1
+    assert capsys.readouterr().err == f"hf-flash2 {command} needs Transformers: pip install transformers\n"
 
 
 def test_public_names_without_torch_say_why(without_torch):
