@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?= $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo --numprocesses auto)
 VENV := .venv
 RUN := $(VENV)/bin/python
-NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools.command.bdist_wheel
+NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools
 CPP_SOURCES = $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 .PHONY: demo test build lint format bench clean
@@ -44,7 +44,7 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 			> "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared_packages.pth"; \
 		$(RUN) -m pip uninstall --quiet --yes setuptools; : 'the old one that venv brings would hide the shared one'; \
 	fi
-	@if $(RUN) -c 'import $(NEEDED)' 2>/dev/null; then \
+	@if $(RUN) -c 'import $(NEEDED); assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null; then \
 		echo 'every package is there: installing without downloads'; \
 		$(RUN) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .; \
 	else \

@@ -8,10 +8,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # as pyproject.toml requires; --no-build-isolation takes what is there
+    sys.exit(f"\nhf_flash2: setuptools must be 77 or newer, got {setuptools.__version__}; `pip install 'setuptools>=77'`\n")
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 

@@ -567,6 +567,16 @@ def test_wheel(tmp_path, skip):
         assert re.fullmatch(rf"hf_flash2-{version}-py3-none-linux_\w+\.whl", wheel.name) and not said
 
 
+@pytest.mark.parametrize("version", ["65.5.0", "75.8.2"])
+def test_setuptools_that_is_too_old_is_named(tmp_path, version):
+    """Without build isolation nobody reads what pyproject.toml requires; 65 has no bdist_wheel, 75 refuses the license of the project."""
+    (tmp_path / "setuptools.py").write_text(f'__version__ = "{version}"')
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, ROOT / "setup.py", "--version"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"hf_flash2: setuptools must be 77 or newer, got {version}; `pip install 'setuptools>=77'`"
+
+
 def test_build_requirements_and_build_extra_agree():
     text = (ROOT / "pyproject.toml").read_text()
     required, extra = (re.search(rf"^{name} = \[(.+?)^\]", text, re.MULTILINE | re.DOTALL)[1] for name in ("requires", "build"))
