@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -70,6 +71,15 @@ def test_a_build_option_that_cannot_be_is_wrong_usage(option, value, message, tm
     assert cli.main(["build", option, value, "--build-folder", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert message in said and value in said
+
+
+def test_every_command_of_the_readme_is_right_usage(monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    quoted = re.findall(r"`hf-flash2 ([^`]+)`", text) + [line.split("#")[0] for line in re.findall(r"^hf-flash2 (.+)$", text, re.MULTILINE)]
+    for name in cli.COMMANDS:
+        monkeypatch.setattr(cli.import_module(f"hf_flash2.{name}"), "run", lambda args: 7)
+    assert len(quoted) > 10
+    assert {argv: cli.main(argv.split()) for argv in quoted} == dict.fromkeys(quoted, 7)
 
 
 def test_help_lists_every_command_without_importing_it(capsys, monkeypatch):

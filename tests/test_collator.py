@@ -1,6 +1,8 @@
 """collator.py: what batches hold, that nothing is lost or overfilled, and that no document sees another, by logits and by gradients."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, interface
 
 pytestmark = pytest.mark.timeout(120)
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 LENGTHS = (7, 1, 12, 4, 9)
 TARGETS = sum(n - 1 for n in LENGTHS)  # tokens that another of their document predicts
 WIDTH = 16  # of packed rows: the documents above fill two and leave one token to a third
@@ -345,6 +348,18 @@ def test_loader_makes_one_row_of_a_static_shape():
     assert len(batches) == len(loader)
     assert {tuple(batch["input_ids"].shape) for batch in batches} == {(1, 32)}
     assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == sum(len(example["input_ids"]) - 1 for example in dataset)
+
+
+def test_the_loop_of_the_readme_has_another_order_every_epoch():
+    dataset, taken = examples([3 + n % 9 for n in range(40)]), []
+    lengths = [len(example["input_ids"]) for example in dataset]
+    blocks = re.findall(r"```python\n(.+?)```", README.read_text(), re.DOTALL)
+    [block] = [block.replace("4096", "32") for block in blocks if "PackingBatchSampler" in block]
+    names = {"hf_flash2": hf_flash2, "DataLoader": DataLoader, "dataset": dataset, "lengths": lengths, "epochs": 2, "train": taken.append}
+    exec(block, names)
+    rows = [batch["input_ids"].tolist() for batch in taken]
+    half = len(rows) // 2
+    assert half and sorted(rows[:half]) != sorted(rows[half:])
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
