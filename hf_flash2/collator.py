@@ -5,6 +5,7 @@ together, and `first_fit` is the bin packing under both. Any attention of Transf
 2.6 or newer; nothing here needs ours.
 """
 
+import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -27,10 +28,10 @@ def first_fit(lengths: Sequence[int] | torch.Tensor, capacity: int) -> list[list
         The bins in the order they were opened, each the ascending indices of its items. Every index is in one bin; at most one bin is
         less than half full.
     Raises:
-        ValueError: a length that fits no bin, with its index.
+        ValueError: a length that fits no bin, with its index; a capacity that is no integer.
     PERF: the first bin with room is found in a binary tree, O(n log n): 100,000 lengths take 0.1 to 0.4 s on one EPYC core.
     """
-    lengths = _integers(lengths, "lengths").tolist()
+    lengths, capacity = _integers(lengths, "lengths").tolist(), _integer(capacity, "capacity")
     for index, length in enumerate(lengths):
         if not 0 <= length <= capacity:
             raise ValueError(f"lengths must be from 0 to the capacity, {capacity}; lengths[{index}] is {length}")
@@ -89,7 +90,7 @@ class PackingCollator:
     def __post_init__(self) -> None:
         if self.max_length is None and self.truncate:
             raise ValueError("truncate=True needs a max_length to cut to, got max_length=None")
-        if self.max_length is not None and self.max_length < 1:
+        if self.max_length is not None and _integer(self.max_length, "max_length") < 1:
             raise ValueError(f"max_length must be at least 1, or None for one row of any length, got {self.max_length}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
@@ -181,6 +182,7 @@ class PackingBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.lengths = _integers(lengths, "lengths").tolist()
+        max_tokens, window = _integer(max_tokens, "max_tokens"), _integer(window, "window")
         for index, length in enumerate(self.lengths):
             if not 1 <= length <= max_tokens:
                 remedy = "leave empty examples out" if length < 1 else "truncate or split it while tokenising, or raise max_tokens"
@@ -227,6 +229,13 @@ class PackingBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             random.Random(self.seed + epoch).shuffle(batches)
         return batches
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from error
 
 
 def _integers(values: Any, name: str) -> torch.Tensor:

@@ -153,6 +153,25 @@ def test_errors_say_which_example(batch, message):
         PackingCollator()(batch)
 
 
+@pytest.mark.parametrize("value", [4.5, 8.0, "8", None])
+def test_capacities_are_integers(value):
+    with pytest.raises(ValueError, match=f"^capacity must be an integer, got {value!r}"):
+        first_fit([1, 2], value)
+    with pytest.raises(ValueError, match=f"^max_tokens must be an integer, got {value!r}"):
+        PackingBatchSampler([1, 2], value)
+    if value is not None:
+        with pytest.raises(ValueError, match=f"^max_length must be an integer, got {value!r}"):
+            PackingCollator(value)
+        with pytest.raises(ValueError, match=f"^window must be an integer, got {value!r}"):
+            PackingBatchSampler([1, 2], 8, window=value)
+
+
+def test_integers_of_any_type_are_capacities():
+    for eight in (np.int64(8), torch.tensor(8)):
+        assert first_fit([8, 1], eight) == [[0], [1]] and list(PackingBatchSampler([8], eight)) == [[0]]
+        assert PackingCollator(eight)(examples([3]))["input_ids"].shape == (1, 8)
+
+
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="max_length must be at least 1, .* got 0"):
         PackingCollator(0)
