@@ -61,6 +61,13 @@ def make_config(model_type: str, size: str, max_length: int, **overrides: object
     return LlamaConfig(**common)
 
 
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """`--help` with the defaults; where that is None, the help text itself says what happens."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `load_model` reads."""
     parser.add_argument("--model", help="folder or hub name of a causal model; default: random weights of --model-type and --size")

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_flash2
-from demo_models import MODEL_TYPES, SIZES, make_config, vocab_size
+from demo_models import MODEL_TYPES, SIZES, DefaultsFormatter, make_config, vocab_size
 from finetune_report import Progress, Run, describe_machine, peak_memory_bytes, plot, reset_peak_memory, table, write_files
 from stdlib_data import OUTPUTS, Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     parser.add_argument("--demo", action="store_true", help="every implementation, with settings that suit this machine")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "hf_flash2"])
     parser.add_argument("--how", choices=("flag", "patch"), default="flag", help="attn_implementation= at load, or hf_flash2.patch(model)")

@@ -11,12 +11,12 @@ import time
 import torch
 
 import hf_flash2
-from demo_models import add_model_arguments, load_model
+from demo_models import DefaultsFormatter, add_model_arguments, load_model
 from stdlib_data import load_corpus
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     add_model_arguments(parser)
     parser.add_argument("--previous", choices=("eager", "sdpa"), default="sdpa", help="what the model runs before it is patched")
     args = parser.parse_args(argv)

@@ -36,6 +36,14 @@ def losses(folder: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in rows[0] if name != "step"}
 
 
+@pytest.mark.parametrize("example", [distributed, finetune_lora, generate, patch_existing_model], ids=lambda module: module.__name__)
+def test_help_shows_no_default_that_is_none(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "usage: " in text and "(default: None)" not in text
+
+
 # ---------------------------------------------------------------------------------------------------------------------------- data
 
 
