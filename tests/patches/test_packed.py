@@ -491,7 +491,9 @@ PACKABLE = {
 REFUSED = {
     "OPT": "its OPTModel does not make Transformers' causal mask itself",
     "MiniMax": "it has 2 layers, and the attention of 1 runs on hf_flash2",
-    "BioGpt": "its BioGptModel uses the attention mask for more" if VERSION >= (5, 0) else "its BioGptModel makes masks other than",
+    "BioGpt": "its BioGptModel uses the attention mask for more"
+    if VERSION >= (5, 0)
+    else "its BioGptModel does not make Transformers' causal mask itself",
 }
 if VERSION >= (5, 0):
     REFUSED["StableLm"] = "its StableLmDecoderLayer does not hand on the keyword arguments"
