@@ -314,12 +314,16 @@ def run(args: argparse.Namespace) -> int:
 
 def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device: torch.device, clock: "CudaClock") -> int:
     """`run` on a device and clock. Returns the exit code."""
+    try:
+        points_of = {name: list(SHAPES[name].points(args)) for name in args.shapes}
+    except ValueError as error:  # a --fill that no lengths have
+        print(f"hf-flash2 bench attention: {error}", file=sys.stderr)
+        return 2
     environment = describe_environment(device)
     print(" · ".join(f"{name} {value}" for name, value in environment.items()))
     rows: list[Row] = []
-    for name in args.shapes:
+    for name, points in points_of.items():
         print(f"\n{name}, {args.dtype}: {SHAPES[name].rate} at the median time (p20-p80)")
-        points = list(SHAPES[name].points(args))
         columns = [provider.name for provider in providers if any(provider.takes(point) for point in points)]
         print(format_header(columns, SHAPES[name]))
         measured: dict[Point | None, list[Row]] = {}

@@ -39,16 +39,7 @@ logger = logging.getLogger(NAME)
 # ---------------------------------------------------------------------------------------------------------------------- notices and records
 
 _SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
-
-
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "")
-    if value.lower() not in _SWITCH:
-        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
-    return _SWITCH[value.lower()]
-
-
-_strict = _switch("HF_FLASH2_STRICT")
+_strict: bool | None = None  # what set_strict was given; None = what HF_FLASH2_STRICT says
 _noticed: set[str] = set()
 _calls: dict[torch.nn.Module, list[str]] | None = None
 
@@ -59,6 +50,20 @@ def set_strict(enabled: bool) -> None:
         raise ValueError(f"set_strict takes True or False, got {enabled!r}")
     global _strict
     _strict = enabled
+
+
+def is_strict() -> bool:
+    """What `set_strict` was given last, or else what HF_FLASH2_STRICT says.
+
+    Raises:
+        ValueError: HF_FLASH2_STRICT is neither yes nor no.
+    """
+    if _strict is not None:
+        return _strict
+    value = os.environ.get("HF_FLASH2_STRICT", "")
+    if value.lower() not in _SWITCH:
+        raise ValueError(f"HF_FLASH2_STRICT must be 0 or 1, got {value!r}")
+    return _SWITCH[value.lower()]
 
 
 @contextlib.contextmanager
@@ -176,6 +181,7 @@ def _gated(method: Any) -> Any:
     def admit(self, implementation, *args, **kwargs):
         if implementation not in (NAME, PAGED_NAME):
             return method(self, implementation, *args, **kwargs)
+        is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
         _join_trl()
         reason = reason_model_unsupported(self)
         if reason is not None:
@@ -705,7 +711,7 @@ def _reason_for_sdpa(q: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor 
 
 
 def _fall_back(module: torch.nn.Module, reason: str) -> None:
-    if _strict:
+    if is_strict():
         raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
     _record(module, "sdpa")
     _notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")

@@ -147,9 +147,12 @@ def test_lengths_have_the_fill_asked_for(batch, seqlen, fill):
     assert sum(lengths) / (batch * seqlen) == pytest.approx(fill, abs=1 / seqlen)
 
 
-def test_an_impossible_fill_is_refused():
-    with pytest.raises(ValueError, match="fill must be between"):
-        ragged_lengths(4, 64, 1.5)
+@pytest.mark.parametrize("fill", ["5", "0", "nan", "0.001"])
+def test_an_impossible_fill_is_refused_before_anything_is_timed(fill, capsys):
+    args = parse("--shapes", "papers", "ragged", "--seqlen", "64", "--fill", fill)
+    assert bench.benchmark(args, [], torch.device("cpu"), None) == 2
+    said = capsys.readouterr()
+    assert "fill must be between 1 token a row (0.015625) and 1, got " + str(float(fill)) in said.err and not said.out
 
 
 # --------------------------------------------------------------------------------------------------------------------------- providers

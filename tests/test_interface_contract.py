@@ -421,14 +421,18 @@ def test_a_mask_of_another_rank_is_refused(device):
 
 @pytest.mark.parametrize(("value", "strict"), [("0", False), ("false", False), ("", False), ("1", True), ("True", True)])
 def test_strict_by_the_environment(value, strict, monkeypatch):
+    monkeypatch.setattr(interface, "_strict", None)
     monkeypatch.setenv("HF_FLASH2_STRICT", value)
-    assert interface._switch("HF_FLASH2_STRICT") is strict
+    assert interface.is_strict() is strict
+    hf_flash2.set_strict(not strict)
+    assert interface.is_strict() is not strict
 
 
 def test_strict_is_yes_or_no(monkeypatch):
+    monkeypatch.setattr(interface, "_strict", None)
     monkeypatch.setenv("HF_FLASH2_STRICT", "sometimes")
     with pytest.raises(ValueError, match="HF_FLASH2_STRICT must be 0 or 1, got 'sometimes'"):
-        interface._switch("HF_FLASH2_STRICT")
+        tiny.model("llama")
     with pytest.raises(ValueError, match="True or False, got '0'"):
         hf_flash2.set_strict("0")
 
