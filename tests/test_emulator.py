@@ -4,6 +4,7 @@ fault. And csrc is translated as it should be.
 
 import ctypes
 import re
+import shutil
 
 import pytest
 import torch
@@ -90,3 +91,9 @@ def test_an_unknown_instruction_is_named():
 )
 def test_translation(source, expected):
     assert translate.translate(source, "a.cuh") == f'#line 1 "a.cuh"\n{expected}'
+
+
+def test_the_compiler_is_called_as_cxx_says(monkeypatch):
+    program = shutil.which("g++") or shutil.which("clang++")
+    monkeypatch.setenv("CXX", f"env {program} -m64")
+    assert build._compiler_command() == ["env", program, "-m64"]

@@ -24,7 +24,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,17 +53,23 @@ class BuildError(RuntimeError):
     """The host compiler refused something; the message has its words."""
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: CXX if set, else g++ or clang++; None when there is none."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)
+def _find_compiler():
+    return _load(ROOT / "hf_flash2" / "build.py").find_host_compiler()
 
 
 def reason_not_buildable() -> str | None:
-    """Why there is no emulator here, or None."""
+    """Why there is no emulator here, or None. A CXX that cannot be found is an error."""
     if sys.platform != "linux":
         return f"the emulator is for Linux, this is {sys.platform}"
-    return None if find_compiler() else "the emulator needs a C++ compiler (CXX, g++ or clang++)"
+    return None if _find_compiler() else "the emulator needs a C++ compiler (CXX, g++ or clang++)"
+
+
+def _compiler_command() -> list[str]:
+    """What a call of the C++ compiler begins with: CXX with its launcher and flags, or g++ or clang++."""
+    compiler = _find_compiler()
+    if compiler is None:
+        raise BuildError(reason_not_buildable())
+    return [*compiler.launcher, compiler.program, *compiler.flags]
 
 
 def build(units: tuple[str, ...], folder: Path = DEFAULT_FOLDER, csrc: Path = ROOT / "csrc", jobs: int | None = None) -> Path:
@@ -146,7 +151,7 @@ def _stub(source: str, name: str) -> str:
 
 def _compile(source: Path, flags: list[str], objects: Path) -> Path:
     """The object of a source, from an earlier build if its preprocessed text and flags are the same."""
-    command = [find_compiler() or "g++", *flags]
+    command = [*_compiler_command(), *flags]
     text = _run([*command, "-E", str(source)])
     digest = hashlib.sha256("\0".join([*command, text]).encode()).hexdigest()[:16]
     target = objects / f"{source.stem}-{digest}.o"
@@ -163,7 +168,7 @@ def _link(objects: list[Path], folder: Path) -> Path:
     target = folder / f"libhf_flash2_emulated-{digest}.so"
     if not target.is_file():
         staged = target.with_suffix(f".{os.getpid()}")
-        _run([find_compiler() or "g++", "-shared", "-Wl,-z,defs", *map(str, objects), "-o", str(staged)])
+        _run([*_compiler_command(), "-shared", "-Wl,-z,defs", *map(str, objects), "-o", str(staged)])
         staged.replace(target)
     return target
 
