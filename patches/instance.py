@@ -159,9 +159,11 @@ def _reason_refused(model: PreTrainedModel) -> str | None:
 
 
 def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
-    """Attach to every attention layer whose config now names us, and note the others with the reason."""
+    """Attach to every attention layer whose config now names us, and note the others with the reason: layer by layer where they call
+    the attention interface, as a whole part of the model where none does."""
     families = {family.attention: family for family in PATCHES.values()}
-    reasons = {id(submodel.config): _reason_refused(submodel) for _, submodel in _submodels(model)}
+    parts = _submodels(model)
+    reasons = {id(part.config): _reason_refused(part) for _, part in parts}
     kinds = []
     for name, module in model.named_modules():
         family = families.get(type(module))
@@ -180,6 +182,11 @@ def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
             f"no attention layer of {report.model} can run on hf_flash2: {reason}; keep its attn_implementation={report.previous!r}"
         )
     report.family = " + ".join(dict.fromkeys(kinds))
+    listed = (*report.layers, *report.skipped)
+    for name, part in parts:
+        has_attention = any("Attention" in type(module).__name__ for module in part.modules())
+        if name and has_attention and reasons[id(part.config)] and not any(layer.startswith(f"{name}.") for layer in listed):
+            report.skipped[name] = f"stays on {part.config._attn_implementation}: {reasons[id(part.config)]}"
 
 
 def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport) -> None:

@@ -37,7 +37,7 @@ class PatchReport:
 
     @property
     def found(self) -> int:
-        """Number of attention layers the model has, those of skipped parts included."""
+        """Number of attention layers the model has, skipped ones included; a part that was skipped as a whole counts as one."""
         return self.patched + len(self.skipped)
 
     @property

@@ -420,3 +420,5 @@ def test_a_model_is_patched_once_where_only_parts_can_be():
     model(input_ids=torch.arange(5, 17)[None])
     assert hf_flash2.patch(model) is report
     assert list(report.calls.values()) == [1, 1]
+    ((name, reason),) = report.skipped.items()
+    assert "vision_tower" in name and reason.startswith("stays on eager: GotOcr2VisionEncoder does not call")
