@@ -131,7 +131,8 @@ def flash_attn_varlen_func(
             One that is too small leaves results undefined on CUDA, where to look at the lengths would synchronise; on a CPU it is refused.
         The others: see the module.
     Returns:
-        out [Tq, H, Dv], or (out, softmax_lse [H, Tq], None). Rows before the first sequence and behind the last are undefined.
+        out [Tq, H, Dv], or (out, softmax_lse [H, Tq], None). Rows before the first sequence and behind the last are undefined, in the
+        gradients of q, k and v, too.
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """

@@ -123,6 +123,29 @@ def test_tiles_of_long_causal_prompts_are_counted(head_dim, queries, counted, em
 
 
 @pytest.mark.parametrize("head_dim", (64, 192))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_sequences_in_the_middle_of_the_tokens(family, head_dim, library, monkeypatch):
+    """Several blocks of tokens before the first sequence and behind the last change no bit, and nothing is written there."""
+    before, behind, lengths = 300, 400, (500, 9, 0, 33, 64)
+    bounds = torch.tensor((0, *lengths)).cumsum(0).int()
+    inner = [torch.randn(sum(lengths), heads, head_dim).to(torch.bfloat16) for heads in (2, 1, 1, 2)]
+    outer = [torch.nn.functional.pad(x, (0, 0, 0, 0, before, behind), value=torch.nan) for x in inner]
+    options = {"causal": True, "deterministic": True, "return_attn_probs": True}
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+
+    def run(cu_seqlens, q, k, v, dout):
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out, lse, _ = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        return (out, lse.T, *torch.autograd.grad(out, (q, k, v), dout))
+
+    with emulated.running(monkeypatch, library):
+        expected, actual = run(bounds, *inner), run(bounds + before, *outer)
+    for x, y in zip(expected, actual, strict=True):
+        assert torch.equal(x, y[before:-behind])
+        assert y[:before].isnan().all() and y[-behind:].isnan().all()  # as emulated.poisoned_empty() left them
+
+
+@pytest.mark.parametrize("head_dim", (64, 192))
 def test_thread_blocks_that_walk_over_keys_nobody_sees(head_dim, emulate):
     case = Case("unseen", head_dim, heads=(4, 2), lengths_q=(100, 130), lengths_k=(420, 300), window=(63, 0), form="packed")
     sample = Sample(case, torch.bfloat16, CPU)
