@@ -160,13 +160,18 @@ def _wrap(owner: Any, name: str, wrapper: Any) -> None:
         setattr(owner, name, wrapped)
 
 
+def _given(function: Callable, position: int, args: tuple, kwargs: dict) -> Any:
+    """An argument by its place in the signature of the function, given by position or by name (as ModernBERT of 4.57 does), or None."""
+    return args[position] if position < len(args) else kwargs.get(list(inspect.signature(function).parameters)[position])
+
+
 def _admitting(lazy_imports: Any) -> Any:
     """`_lazy_imports` takes any name with "flash" in it for a kernel of the hub; for ours it has to give our functions."""
 
     @functools.wraps(lazy_imports)
-    def _lazy_imports(implementation, *args, **kwargs):
-        if implementation not in (NAME, PAGED_NAME):
-            return lazy_imports(implementation, *args, **kwargs)
+    def _lazy_imports(*args, **kwargs):
+        if _given(lazy_imports, 0, args, kwargs) not in (NAME, PAGED_NAME):
+            return lazy_imports(*args, **kwargs)
         utils = sys.modules[lazy_imports.__module__]
         with_kvcache = (None,) if hasattr(utils, "_flash_with_kvcache_fn") else ()  # absent in Transformers 4
         return (flash_attn_func, flash_attn_varlen_func, *with_kvcache, utils._pad_input, utils._unpad_input)
@@ -178,16 +183,16 @@ def _gated(method: Any) -> Any:
     """A method of PreTrainedModel that admits an implementation: refuse ours, with the reason, for models that it cannot serve."""
 
     @functools.wraps(method)
-    def admit(self, implementation, *args, **kwargs):
-        if implementation not in (NAME, PAGED_NAME):
-            return method(self, implementation, *args, **kwargs)
+    def admit(self, *args, **kwargs):
+        if _given(method, 1, (self, *args), kwargs) not in (NAME, PAGED_NAME):
+            return method(self, *args, **kwargs)
         is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
         _join_trl()
         reason = reason_model_unsupported(self)
         if reason is not None:
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
         try:
-            return method(self, implementation, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except (ValueError, ImportError) as error:
             if _problems:
                 raise ValueError(f"hf_flash2 is not fully registered: {'; '.join(_problems)}") from error

@@ -1,5 +1,6 @@
 """Registration: every way in works on the first call of a fresh process, in either import order; what cannot be served is refused."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_other_implementations_are_left_alone():
     assert tiny.model("llama", "sdpa").config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="no_such_thing"):
         tiny.model("llama", "no_such_thing")
+
+
+@pytest.mark.parametrize("name", ["_check_and_adjust_attn_implementation", "get_correct_attn_implementation"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hf_flash2"])
+def test_the_implementation_may_be_given_by_name(name, implementation):
+    method = getattr(tiny.model("llama", "eager"), name)
+    assert method(**{[*inspect.signature(method).parameters][0]: implementation}) == implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_with_a_gate_of_its_own_is_left_alone(implementation):
+    """ModernBERT of Transformers 4.57 gives the implementation to the common gate by name."""
+    assert tiny.model("modernbert", implementation).config._attn_implementation == implementation
 
 
 REFUSED = {
