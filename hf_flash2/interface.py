@@ -258,6 +258,7 @@ _MAYBE_DOCUMENTS = (
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
 )
 _CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
+_ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
 _GIVEN_4D = "a 4-D attention mask was given"
 
 
@@ -443,7 +444,7 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     if mask_function is None:
         return _Pattern()
     if not torch.compiler.is_compiling():
-        return _read_mask_function(mask_function, kv_offset + kv_length)
+        return _read_mask_function(mask_function, kv_offset + kv_length, kwargs.get("config"))
     # Dynamo does not show what an inner function closes over (before torch 2.13 not even its name); what the other arguments leave open
     # goes to SDPA.
     if mask_function is _masking.causal_mask_function:
@@ -460,27 +461,32 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
     if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
         return _Pattern(_CUSTOM_PATTERN)
-    return _Pattern(causal="allow_is_bidirectional_skip" not in kwargs)
+    if "allow_is_bidirectional_skip" not in kwargs:
+        return _Pattern()
+    return _Pattern(causal=False) if _adds_the_token_itself(type(kwargs["config"])) else _Pattern(_ONE_SHORT)
 
 
-def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
+def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
     if getattr(mask_function, "__module__", None) != _masking.__name__:
         return _Pattern(_CUSTOM_PATTERN)
     closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
     match mask_function.__qualname__.partition(".")[0]:
         case "causal_mask_function":
             return _Pattern()
-        case "bidirectional_mask_function" | "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
+        case "bidirectional_mask_function" | "sliding_window_overlay":
             return _Pattern(causal=False)
+        case "sliding_window_bidirectional_overlay":
+            sees_all = closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if sees_all or _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
         case "and_masks":
-            parts = [_read_mask_function(part, keys_end) for part in closed_over["mask_functions"]]
+            parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
             return _Pattern(
                 next((part.reason for part in parts if part.reason is not None), None),
                 any(part.causal for part in parts),
                 next((part.documents for part in parts if part.documents is not None), None),
             )
         case "remap_positions_for_packed_sequence":
-            return _read_mask_function(closed_over["mask_function"], keys_end)
+            return _read_mask_function(closed_over["mask_function"], keys_end, config)
         case "packed_sequence_mask_function":
             return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
         case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
@@ -488,14 +494,32 @@ def _read_mask_function(mask_function: Callable, keys_end: int) -> _Pattern:
     return _Pattern(_CUSTOM_PATTERN)
 
 
+@torch.compiler.assume_constant_result
+def _adds_the_token_itself(config_class: type) -> bool:
+    """Whether the layers of these models give flash attention a bidirectional window as it counts one, with the token itself. The masks of
+    Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
+    say of a causal window.
+    """
+    return re.search(r"sliding_window \+ 1\b", _modeling_source(config_class)) is not None
+
+
+@functools.cache
+def _modeling_source(config_class: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[config_class.__module__.replace(".configuration_", ".modeling_")])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------------- the attention
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "grid_thw",
-    "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q",
-    "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx", "shift_labels", "token_type_ids", "use_cache",
+    "guidance_scale", "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k",
+    "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss", "return_shared_kv_states", "seq_idx",
+    "shift_labels", "token_type_ids", "use_cache", "vision_feature_layer", "vision_feature_select_strategy",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
 _UNSUPPORTED = {

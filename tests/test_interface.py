@@ -64,6 +64,18 @@ def test_logits_of_a_bidirectional_model(family, padding, device):
     assert_logits_match(family, device, DTYPES[0], mask, "dense" if mask is None else "padded", input_ids=tiny.tokens(device))
 
 
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_bidirectional_window_that_layers_take_for_a_causal_one(padding, device):
+    """T5Gemma's masks see 3 tokens to either side, its layers speak of 3 with the token itself. The masks are right."""
+    ours, eager = tiny.twins("t5gemma", device, DTYPES[0])
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": tiny.attention_mask(padding, device)}
+    with torch.no_grad(), interface.record_calls() as calls:
+        found, expected, truth = (model(**inputs).last_hidden_state for model in (ours, eager, tiny.eager_in_float32(eager)))
+    real = tiny.real(inputs["attention_mask"], truth)
+    tiny.assert_as_exact_as_eager(found[real], expected[real], truth[real])
+    assert next(iter(calls.values())) == ["sdpa"]  # the first layer, which has the window
+
+
 def test_a_decoder_made_bidirectional_sees_the_future(device):
     """Transformers 5 turns a decoder into an encoder by config.is_causal=False."""
     if VERSION < (5, 0):

@@ -53,6 +53,16 @@ def test_padded_model(family, padding, device, notices):
     assert notices() == []
 
 
+def test_a_bidirectional_window_that_layers_take_for_a_causal_one(device, notices):
+    ours, eager = tiny.twins("t5gemma", device, DTYPE)
+    mask = tiny.attention_mask("right", device)
+    models = (torch.compile(ours, backend="aot_eager", fullgraph=True), eager, tiny.eager_in_float32(eager))
+    with torch.no_grad():
+        results = [model(input_ids=tiny.tokens(device), attention_mask=mask).last_hidden_state[mask.bool()] for model in models]
+    tiny.assert_as_exact_as_eager(*results)
+    assert len(notices()) == 1 and "T5GemmaSelfAttention runs on torch's scaled_dot_product_attention" in notices()[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_unpadded_model_without_a_mask(family, device, notices):
     """position_ids cannot be looked at for documents while compiling: exact by SDPA, and said once."""

@@ -147,6 +147,9 @@ def test_harmless_arguments_are_ignored(device):
         "num_items_in_batch": torch.tensor(3),
         "position_ids": None,
         "cache_position": None,
+        "guidance_scale": 5.0,  # Janus, while it generates an image
+        "return_shared_kv_states": True,  # Gemma 4, for its assistant
+        "vision_feature_layer": [-2],  # Molmo 2
     }
     assert_close(attention(Layer(), q, k, v, **kwargs), expected(q, k, v, causal_band(device=device)))
 

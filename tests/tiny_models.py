@@ -22,6 +22,9 @@ _DECODER = _COMMON | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 128,
 }  # fmt: skip
+_T5GEMMA = _DECODER | {
+    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": None,
+}  # fmt: skip
 _GPT2 = _COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _BART = _TOKENS | {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -46,6 +49,8 @@ FAMILIES = {
         "local_attention": 6, "layer_types": ["full_attention", "sliding_attention"], "cls_token_id": 1, "sep_token_id": 2,
     }),
     "bart": ("BartForConditionalGeneration", _BART),
+    # its layers take the window of their bidirectional masks for a causal one
+    "t5gemma": ("T5GemmaEncoderModel", {"is_encoder_decoder": False, "encoder": _T5GEMMA, "decoder": _T5GEMMA}),
     # multi-head latent attention: v has another head dim than q and k
     "deepseek_v3": ("DeepseekV3ForCausalLM", _COMMON | {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
