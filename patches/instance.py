@@ -141,13 +141,18 @@ def _implementations(model: PreTrainedModel) -> str:
 
 
 def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:
-    """Our name, or by sub-config where a part of the model cannot take it and has to keep what it has."""
+    """Our name, or by sub-config where a part of the model cannot take it and has to keep what it has. What is asked of the whole ("") is
+    asked of the parts without a sub-config, too: of nobody, if one of these cannot take it."""
     parts = {id(submodel.config): submodel for _, submodel in _submodels(model)}
-    by_key = {}
+    refused = {part: _reason_refused(submodel) is not None for part, submodel in parts.items()}
+    by_key, rest = {}, set(parts)
     for key in model.config.sub_configs:
         config = getattr(model.config, key, None)
         if id(config) in parts:
-            by_key[key] = NAME if _reason_refused(parts[id(config)]) is None else config._attn_implementation
+            by_key[key] = config._attn_implementation if refused[id(config)] else NAME
+            rest.discard(id(config))
+    if any(refused[part] for part in rest) and NAME in by_key.values():
+        return by_key
     return {"": NAME, **by_key} if set(by_key.values()) - {NAME} else NAME
 
 
@@ -182,10 +187,10 @@ def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
             f"no attention layer of {report.model} can run on hf_flash2: {reason}; keep its attn_implementation={report.previous!r}"
         )
     report.family = " + ".join(dict.fromkeys(kinds))
-    listed = (*report.layers, *report.skipped)
-    for name, part in parts:
+    for name, part in reversed(parts):  # inner ones first: what holds a listed one need not be listed
         has_attention = any("Attention" in type(module).__name__ for module in part.modules())
-        if name and has_attention and reasons[id(part.config)] and not any(layer.startswith(f"{name}.") for layer in listed):
+        listed = any(layer.startswith(f"{name}.") for layer in (*report.layers, *report.skipped))
+        if name and has_attention and reasons[id(part.config)] and not listed:
             report.skipped[name] = f"stays on {part.config._attn_implementation}: {reasons[id(part.config)]}"
 
 

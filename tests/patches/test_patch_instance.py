@@ -9,7 +9,14 @@ import pytest
 import small_models
 import torch
 from small_models import FAMILIES
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_flash2
@@ -422,3 +429,27 @@ def test_a_model_is_patched_once_where_only_parts_can_be():
     assert list(report.calls.values()) == [1, 1]
     ((name, reason),) = report.skipped.items()
     assert "vision_tower" in name and reason.startswith("stays on eager: GotOcr2VisionEncoder does not call")
+
+
+def test_parts_that_have_no_config_of_their_own_in_the_models():
+    """T5's encoder and decoder inside BLIP-2 cannot be served, and take what is asked of the model as a whole."""
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    text = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    config = Blip2Config(
+        vision_config=layers | {"image_size": 32, "patch_size": 8},
+        qformer_config=layers | {"encoder_hidden_size": 32, "vocab_size": 64},
+        text_config=text | {"decoder_start_token_id": 0},
+        num_query_tokens=4,
+        image_token_index=60,
+    )
+    model = Blip2ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    tokens = torch.tensor([[60] * 4 + [5, 6, 7]])
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "input_ids": tokens, "decoder_input_ids": tokens[:, 4:]}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        report = hf_flash2.patch(model)
+        torch.testing.assert_close(model(**inputs).logits, expected)
+    assert [path.split(".")[0] for path in report.calls] == ["vision_model"] * 2 and set(report.calls.values()) == {1}
+    assert {path.split(".")[0] for path in report.skipped} == {"qformer", "language_model"} and "language_model" not in report.skipped
+    hf_flash2.unpatch(model)
+    assert model.config.vision_config._attn_implementation == "eager"
