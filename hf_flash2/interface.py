@@ -613,8 +613,9 @@ def attend(
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
     sequences, documents, dense_mask = _layout(attention_mask, q, k, kwargs)
-    if sequences is not None and sequences.causal is not None:
-        causal = sequences.causal
+    known = getattr(attention_mask, _ATTRIBUTE, None)
+    if isinstance(known, _Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
+        causal = known.causal
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
         out = _run_kernel(

@@ -100,6 +100,17 @@ def test_a_mask_of_ours_knows_its_causality_better(device):
     assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted, given)
 
 
+@pytest.mark.parametrize("first", [5, SEQLEN], ids=["two documents", "one"])
+def test_a_mask_of_documents_knows_it_too(first, device):
+    """Without a cache, Transformers looks for documents in position_ids: mostly there is one, and then no mask is left."""
+    number = (torch.arange(SEQLEN, device=device) >= first).int().unsqueeze(0)
+    mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(number))
+    mask = interface.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
+    q, k, v = qkv(device)
+    wanted = expected(q, k, v, causal_band(device=device) & (number[:, None, :, None] == number[:, None, None, :]))
+    assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_of_w_tokens_includes_the_token_itself(causal, device):
     q, k, v = qkv(device)
