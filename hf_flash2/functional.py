@@ -157,7 +157,8 @@ def _attention(
         try:
             key = (
                 check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                tuple(window_size), softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
+                *window_size, softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
+                *map(type, (max_seqlen_q, max_seqlen_k, *window_size)),  # 5.0 is no integer, though it equals one
             )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
         except (TypeError, AttributeError):  # not hashable, no pair, no tensor: the checks say what is wrong

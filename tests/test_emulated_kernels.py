@@ -557,6 +557,20 @@ def test_dispatched_calls_give_the_bits_of_planned_ones(case, library, monkeypat
         assert all(torch.equal(dispatched[name], planned[name]) for name in planned)
 
 
+def test_plans_are_not_for_numbers_that_only_equal_theirs(library, monkeypatch):
+    """A call that is wrong on its own is wrong after a right one, too."""
+    q = torch.randn(20, 2, 64, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
+    right = {"max_seqlen_q": 20, "max_seqlen_k": 20, "window_size": (4, 0)}
+    wrong = {"max_seqlen_q": 20.0, "max_seqlen_k": 20.0, "window_size": (4, 0.0)}
+    with emulated.running(monkeypatch, library):
+        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, **right)
+        assert len(ops.plans) == 1
+        for name, value in wrong.items():
+            with pytest.raises(ValueError, match=rf"{name} must be .*integer.*got .*\.0"):
+                flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, **right | {name: value})
+
+
 def test_refusals_reach_python(library, monkeypatch):
     """What the library itself checks, through the same path as on a GPU."""
     q = torch.randn(1, 20, 2, 64, dtype=torch.bfloat16)
