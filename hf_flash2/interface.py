@@ -723,7 +723,8 @@ def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: 
 
 
 def _autocasts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # meta is the device without autocast that models are moved to. is_autocast_available() knows all, but breaks graphs before torch 2.13.
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:
