@@ -223,14 +223,19 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
 @functools.cache
 def _calls_the_interface(model_class: type) -> bool:
     """False when the sources of the model define attention layers and none of them uses the interface (as GPT-J, or BERT before 5.0)."""
-    sources = []
-    for name in {
-        c.__module__ for c in model_class.__mro__ if issubclass(c, _transformers.PreTrainedModel) and c is not _transformers.PreTrainedModel
-    }:
-        with contextlib.suppress(OSError, TypeError):
-            sources.append(inspect.getsource(sys.modules[name]) if name in sys.modules else "")
+    own = (c for c in model_class.__mro__ if issubclass(c, _transformers.PreTrainedModel) and c is not _transformers.PreTrainedModel)
+    sources = [_source(name) for name in {c.__module__ for c in own}]
     has_attention = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) for source in sources)
     return not has_attention or any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+
+
+@functools.cache
+def _source(module_name: str) -> str:
+    """The source of a loaded module, or nothing where it cannot be read."""
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def _join_trl() -> bool:
@@ -500,15 +505,8 @@ def _adds_the_token_itself(config_class: type) -> bool:
     Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
     say of a causal window.
     """
-    return re.search(r"sliding_window \+ 1\b", _modeling_source(config_class)) is not None
-
-
-@functools.cache
-def _modeling_source(config_class: type) -> str:
-    try:
-        return inspect.getsource(sys.modules[config_class.__module__.replace(".configuration_", ".modeling_")])
-    except (KeyError, OSError, TypeError):
-        return ""
+    source = _source(config_class.__module__.replace(".configuration_", ".modeling_"))
+    return re.search(r"sliding_window \+ 1\b", source) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- the attention
