@@ -69,7 +69,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def replaced(module: nn.Module) -> Callable | None:
     """The instance attribute that `bind` replaced; None when there was none, or the module is not bound."""
-    layer: BoundLayer | None = vars(module).get(LAYER)
+    layer: BoundLayer | None = module.__dict__.get(LAYER)
     return None if layer is None else layer.previous
 
 
@@ -80,7 +80,7 @@ def in_place_of(class_forward: Callable, forward: Callable) -> FunctionType:
     """
 
     def bound(module: nn.Module, *args, **kwargs) -> object:
-        still_bound = LAYER in vars(module)  # a wrapper put around ours may outlive `unbind`
+        still_bound = LAYER in module.__dict__  # a wrapper put around ours may outlive `unbind`
         return forward(module, *args, **kwargs) if still_bound else upstream(module, *args, **kwargs)
 
     bound.__signature__ = inspect.signature(class_forward)
