@@ -26,14 +26,21 @@ __all__ = [
     "verify",
 ]
 
+OLDEST_TORCH = (2, 6)  # before, Transformers makes no masks of documents, and eager and SDPA let them see each other
+
 
 def _torch_problem() -> str | None:
     """Why torch cannot be used here and what to do, or None. The package imports all the same, for `hf-flash2 info` and `build`."""
     try:
-        from torch.library import register_fake  # noqa: F401 - of torch 2.4; nor is it in the empty folder that an uninstall may leave
+        import torch
+
+        major, minor = torch.__version__.split(".")[:2]  # no attribute of the empty folder that an uninstall may leave
+        if (int(major), int(minor)) < OLDEST_TORCH:
+            raise ImportError(f"{torch.__version__} is too old")
     except Exception as error:  # OSError for a missing shared library, and whatever else a broken torch raises
+        oldest = ".".join(map(str, OLDEST_TORCH))
         return (
-            f"torch cannot be imported ({type(error).__name__}: {error}); install torch 2.4 or newer for this machine: "
+            f"torch cannot be imported ({type(error).__name__}: {error}); install torch {oldest} or newer for this machine: "
             "https://pytorch.org/get-started"
         )
     return None

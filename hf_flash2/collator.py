@@ -1,8 +1,8 @@
 """From examples of any length to full batches without padding: documents side by side, told apart by position_ids and cu_seqlens.
 
 `PackingCollator` is the `collate_fn` of a DataLoader or the `data_collator` of a Trainer, `PackingBatchSampler` chooses which examples go
-together, and `first_fit` is the bin packing under both. Any attention of Transformers understands their batches, eager and SDPA with torch
-2.6 or newer; nothing here needs ours.
+together, and `first_fit` is the bin packing under both. Any attention of Transformers understands their batches, nothing
+here needs ours.
 """
 
 import operator
@@ -74,8 +74,8 @@ class PackingCollator:
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where each document starts among the R * L tokens, row after row.
         max_length_q, max_length_k: int, the longest document.
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
-    looks at only without a cache, and only with torch 2.6 or newer (before, their documents see each other): call them with
-    use_cache=False (Trainer does). hf_flash2 needs no such care.
+    looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
+    hf_flash2 needs no such care.
 
     Raises:
         ValueError: no tokens, no input_ids, lengths that differ, or an example that is too long, with its place in the batch.

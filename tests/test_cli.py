@@ -123,10 +123,8 @@ def test_python_dash_m_runs_info(strict):
 TORCH_PROBLEMS = {
     "shared library missing": ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13: cannot open"),
     "extension broken": ("raise ImportError('Failed to load C extensions:\\n    more')", "ImportError: Failed to load C extensions:"),
-    "too old": (
-        "import types, sys; sys.modules['torch.library'] = library = types.ModuleType('torch.library')",
-        "ImportError: cannot import name",
-    ),
+    "too old": ("__version__ = '2.5.1+cu124'", "ImportError: 2.5.1+cu124 is too old"),
+    "folder left by an uninstall": ("", "AttributeError: module 'torch' has no attribute '__version__'"),
     "absent": (None, "ModuleNotFoundError: No module named 'torch'"),
 }
 ENTRIES = {"module": ["-m", "hf_flash2"], "console script": ["-c", "import sys; from hf_flash2.cli import main; sys.exit(main())"]}
