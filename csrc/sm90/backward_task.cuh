@@ -40,6 +40,27 @@ struct BackwardArguments {
   int task_blocks;      // thread blocks that compute
   int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
   bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
+
+  // Key heads, or splits of their groups: a task has a key block of one.
+  __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(shares.splits.divisor); }
+  // Only the device knows which of the scheduler's units there are.
+  __device__ __forceinline__ bool counts_units() const {
+    return params.forward.sequences_k.cu_seqlens != nullptr || params.forward.sequences_k.ranges != nullptr;
+  }
+  template <typename Shape>
+  __device__ __forceinline__ int key_blocks_of(int batch) const {
+    const HfFlash2ForwardParams& forward = params.forward;
+    return (find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length + Shape::kBlockN - 1) / Shape::kBlockN;
+  }
+  // How many units there are, by a warp.
+  template <typename Shape>
+  __device__ __forceinline__ int count_units() const {
+    if (!counts_units()) return static_cast<int>(scheduler.units());
+    int blocks = 0;
+    for (int batch = threadIdx.x % 32; batch < params.forward.batch; batch += 32) blocks += key_blocks_of<Shape>(batch);
+    for (int offset = 1; offset < 32; offset *= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, offset);
+    return blocks * parts();
+  }
 };
 
 // Sizes that follow from the tile. A kernel adds kWorkBytes: shared memory of its own, a multiple of 1 KB.
@@ -86,12 +107,10 @@ struct BackwardTask {
   static constexpr int kBytes = 64;
 
   template <typename Shape>
-  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int unit) {
-    int key_block, batch_head;
-    arguments.scheduler.tile(unit, 0, key_block, batch_head);
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int key_block, int batch_head) {
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
-    const int parts = forward.heads_k * arguments.shares.splits.divisor, heads = forward.heads_q / parts;
+    const int parts = arguments.parts(), heads = forward.heads_q / parts;
     const int batch = batch_head / parts, part = batch_head % parts;
     const int key_begin = key_block * Shape::kBlockN;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);

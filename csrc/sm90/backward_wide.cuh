@@ -256,7 +256,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
       });
     }
   } else {
-    const BackwardTask task = BackwardTask::make<Shape>(arguments, blockIdx.x);
+    int key_block, batch_head;
+    arguments.scheduler.tile(blockIdx.x, 0, key_block, batch_head);
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head);
     if (task.key_block * Shape::kBlockN >= task.k.length) {
       if (warp == 3) clear_gradient_gaps(arguments, shared);
       return wait_for_kernel_before();

@@ -113,28 +113,6 @@ struct ForwardTask {
   }
 };
 
-// The tiles there are, numbered sequence by sequence, whose lengths only the device may know. Numbers are asked for in ascending order.
-struct CountedTiles {
-  int batch = 0, first = 0;  // a sequence, and the number of its first tile
-
-  template <int kBlockM>
-  __device__ __forceinline__ bool find(const ForwardArguments& arguments, int number, int& query_block, int& batch_head) {
-    const HfFlash2ForwardParams& params = arguments.params;
-    const int heads = static_cast<int>(arguments.heads.divisor);
-    for (; batch < params.batch; ++batch) {
-      const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
-      const int blocks = ((queries << arguments.tile_heads_log2) + kBlockM - 1) / kBlockM;
-      if (number < first + blocks * heads) {
-        arguments.scheduler.tile_among(blocks, heads, number - first, query_block, batch_head);
-        batch_head += batch * heads;
-        return true;
-      }
-      first += blocks * heads;
-    }
-    return false;
-  }
-};
-
 // Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share, one of every round over the thread blocks.
 // kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else have
 // all of the last tiles of heads, which may be less work.
@@ -156,9 +134,15 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
 // The same of those that it takes from the counter, the first apart.
 template <int kBlockM, typename F>
 __device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, const F& f) {
-  CountedTiles tiles;
+  const HfFlash2ForwardParams& params = arguments.params;
+  const auto count = [&](int batch) {
+    const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
+    return ((queries << arguments.tile_heads_log2) + kBlockM - 1) / kBlockM;
+  };
+  const int heads = static_cast<int>(arguments.heads.divisor);
+  CountedBlocks tiles;
   int query_block, batch_head;
-  for (int number = blockIdx.x; tiles.find<kBlockM>(arguments, number, query_block, batch_head);) {
+  for (int number = blockIdx.x; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
     f(query_block, batch_head, 0);
     wait_for_kernel_before();  // it clears the counter
     number = gridDim.x + take_next(arguments.next_tile);

@@ -164,7 +164,7 @@ __device__ __forceinline__ void round_beside_tasks(const BackwardArguments& argu
   static_assert(RoundingSizes<Shape>::kSharedBytes <= BackwardShared<Shape>::kBytes);
   constexpr int kMostAtOnce = 16, kMostLooks = 1 << 16;  // some 0.1 s
   const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
-  const int tasks = static_cast<int>(arguments.scheduler.units()) - (arguments.params.deterministic ? 0 : arguments.task_blocks);
+  const int tasks = arguments.count_units<Shape>() - (arguments.params.deterministic ? 0 : arguments.task_blocks);
   Rounder<Shape, T> rounder(arguments, base, blockIdx.x - arguments.task_blocks, arguments.rounding_blocks);
   const int number = rounder.chunk;
   wait_for_kernel_before();  // it clears the semaphores

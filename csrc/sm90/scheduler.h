@@ -106,4 +106,26 @@ struct TileScheduler {
   }
 };
 
+// The blocks there are of sequences whose lengths only the device may know, numbered sequence by sequence. Numbers are asked for in ascending
+// order.
+struct CountedBlocks {
+  int batch = 0, first = 0;  // a sequence, and the number of its first block
+
+  // count(batch): blocks of each of its heads. Not for kPairs.
+  template <typename F>
+  __device__ __forceinline__ bool find(const TileScheduler& scheduler, int batches, int heads, int number, const F& count, int& block,
+                                       int& batch_head) {
+    for (; batch < batches; ++batch) {
+      const int blocks = count(batch);
+      if (number < first + blocks * heads) {
+        scheduler.tile_among(blocks, heads, number - first, block, batch_head);
+        batch_head += batch * heads;
+        return true;
+      }
+      first += blocks * heads;
+    }
+    return false;
+  }
+};
+
 }  // namespace hf_flash2::sm90
