@@ -18,7 +18,7 @@ __device__ __forceinline__ float quad_reduce(float x, Op op) {
 
 template <int kMTiles>
 struct OnlineSoftmax {
-  float row_max[kMTiles][2];  // of the unscaled scores seen so far, the same in all lanes of a quad
+  float row_max[kMTiles][2];  // of the scores seen so far, times scale_log2, the same in all lanes of a quad
   float row_sum[kMTiles][2];  // of this lane's columns only, until finish()
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -35,6 +35,9 @@ struct OnlineSoftmax {
   // scores <- exp2((scores - max) * scale). `rescale` is what the unnormalised out of earlier blocks has to be multiplied with.
   // With kLazy a maximum that grew by at most 8 (base 2) is not followed: the sums stay far from overflow, and out need not be touched
   // while no row of the warp moved. Returns whether some row did.
+  // PERF: which of equal forms ptxas makes the fastest code of. One H200, d 128 full at 512, 1k, 4k, TFLOP/s: 558 656 744; with -inf as the first
+  // maximum, or moved set in a branch, 549 to 553, 642 to 650, 729 to 737, as with an unscaled maximum. Causal, and other head dims: level.
+  // Tried and left: two chains of maxima or of sums, smallest floats in place of -inf.
   template <bool kLazy = false, int kNTiles>
   __device__ __forceinline__ bool update(float (&scores)[kMTiles][kNTiles][4], float (&rescale)[kMTiles][2], float scale_log2) {
     bool moved = !kLazy;
@@ -42,31 +45,31 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float block_max = row_max[m][half];
+        float block_max = fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]);
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n) block_max = fmaxf(block_max, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+        for (int n = 1; n < kNTiles; ++n) block_max = fmaxf(block_max, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
         block_max = quad_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
+        // NOTE: the product is rounded before it is compared. Fused with the subtraction below, a maximum that has not moved would not give 1
+        // but something off by that rounding, at every block in the same direction.
+        float scaled_max = fmaxf(row_max[m][half], block_max * scale_log2);
         if constexpr (kLazy) {
-          if ((block_max - row_max[m][half]) * scale_log2 <= 8.f)
-            block_max = row_max[m][half];
-          else
-            moved = true;
+          const bool grows = scaled_max - row_max[m][half] > 8.f;
+          scaled_max = grows ? scaled_max : row_max[m][half];
+          moved |= grows;
         }
         // NOTE: a row that has seen no key yet keeps max = -inf; subtracting 0 instead gives exp2(-inf) = 0, never -inf - (-inf).
-        const float scaled_max = block_max == -INFINITY ? 0.f : block_max * scale_log2;
-        // NOTE: the difference is scaled. Were both scaled and then subtracted, in one instruction that rounds only one of them, a maximum that
-        // has not moved would not give 1 but something off by that rounding, at every block in the same direction.
-        rescale[m][half] = exp2_approx((row_max[m][half] - (block_max == -INFINITY ? 0.f : block_max)) * scale_log2);
-        row_max[m][half] = block_max;
-        float sum = row_sum[m][half] * rescale[m][half];
+        const float shift = scaled_max == -INFINITY ? 0.f : scaled_max;
+        rescale[m][half] = exp2_approx(row_max[m][half] - shift);
+        row_max[m][half] = scaled_max;
+        float sum = kLazy ? 0.f : row_sum[m][half] * rescale[m][half];
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
           float* pair = scores[m][n] + half * 2;
-          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -scaled_max));
-          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -scaled_max));
+          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -shift));
+          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -shift));
           sum += pair[0] + pair[1];  // half the chain of dependent additions
         }
-        row_sum[m][half] = sum;
+        row_sum[m][half] = kLazy ? fmaf(row_sum[m][half], rescale[m][half], sum) : sum;
       }
     }
     return kLazy ? __any_sync(0xffffffffu, moved) : true;
@@ -74,7 +77,7 @@ struct OnlineSoftmax {
 
   // Completes the row sums and leaves the natural-log lse of each row in row_max. `rescale` is what normalises out: out_scale / sum
   // (out_scale: 1 / keep probability under dropout). A row that saw no key: rescale 0, lse +inf.
-  __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float scale_log2, float out_scale) {
+  __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float out_scale) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -82,7 +85,7 @@ struct OnlineSoftmax {
         const float sum = quad_reduce(row_sum[m][half], [](float a, float b) { return a + b; });
         // PERF: exact division and logarithm take some 200 cycles more, at the end of every tile.
         rescale[m][half] = sum == 0.f ? 0.f : out_scale * reciprocal_approx(sum);
-        row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] * scale_log2 + log2_approx(sum)) * kLn2;
+        row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] + log2_approx(sum)) * kLn2;
       }
     }
   }

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   }
 
   float normalise[kMTiles][2];
-  softmax.finish(normalise, scale_log2, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
+  softmax.finish(normalise, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
   scale_rows(out, normalise);
 
   if (lane % 4 == 0) {

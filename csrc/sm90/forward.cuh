@@ -239,7 +239,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     const int row = task.row_begin + group_row;
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
-      softmax.finish(rescale, scale_log2, 1.f);
+      softmax.finish(rescale, 1.f);
       if (lane % 4 == 0) store_lse(arguments, ForwardTask::load(shared.task(tile)), row, softmax.row_max[0]);
     };
 
