@@ -31,7 +31,18 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import kernels, native, packing
-from .bench_shared import describe_environment, figure, legend_below, middle, positive, ragged_lengths, release_memory, write_csv
+from .bench_shared import (
+    describe_environment,
+    draw_again,
+    figure,
+    from_csv_argument,
+    legend_below,
+    middle,
+    positive,
+    ragged_lengths,
+    release_memory,
+    write_csv,
+)
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
@@ -296,10 +307,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="time our backward with deterministic=True, too")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the rates (needs matplotlib); several shapes: PATH-shapes")
+    from_csv_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Time the points, print them line by line, write what was asked for. Returns the exit code."""
+    if args.from_csv:
+        return draw_again(args, Row, plot_shapes)
     if not torch.cuda.is_available():
         print("hf-flash2 bench attention needs a CUDA GPU: the reference backend of a CPU is made to be exact, not fast", file=sys.stderr)
         return 1
@@ -336,10 +350,8 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
                 write_csv(args.csv, Row, rows, environment)
     if args.csv:
         print(f"wrote {args.csv}")
-    for name in args.shapes if args.plot else ():
-        path = args.plot if len(args.shapes) == 1 else args.plot.with_stem(f"{args.plot.stem}-{name}")
-        plot(path, [row for row in rows if row.shapes == name], environment)
-        print(f"wrote {path}")
+    if args.plot:
+        plot_shapes(args.plot, rows, environment)
     return 0
 
 
@@ -713,6 +725,15 @@ def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> 
         )
     )
     return f"{line}{rival:>24}{baseline:>{len(baseline_header(SHAPES[point.shapes]))}}".rstrip()
+
+
+def plot_shapes(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
+    """A figure per set of shapes: path, or where there are several, path-shapes."""
+    names = list(dict.fromkeys(row.shapes for row in rows))
+    for name in names:
+        to = path if len(names) == 1 else path.with_stem(f"{path.stem}-{name}")
+        plot(to, [row for row in rows if row.shapes == name], environment)
+        print(f"wrote {to}")
 
 
 def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:

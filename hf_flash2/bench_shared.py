@@ -6,10 +6,11 @@ import csv
 import datetime
 import gc
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -82,6 +83,56 @@ def write_csv(path: Path, row_type: type, rows: Sequence[Any], environment: dict
         for row in rows:
             values = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
             writer.writerow(values | environment)
+
+
+def read_csv(path: Path, row_type: type) -> tuple[list[Any], dict[str, str]]:
+    """What write_csv wrote: the rows, and the environment, which has to be one for all.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    types = get_type_hints(row_type)
+    if not lines:
+        raise ValueError("it has no lines")
+    missing = next((name for name in types if name not in lines[0]), None)
+    if missing is not None:
+        raise ValueError(f"it has no column {missing}")
+    short = next((number for number, line in enumerate(lines, start=2) if None in line.values()), None)
+    if short is not None:
+        raise ValueError(f"line {short} is cut short")
+    environments = [{name: value for name, value in line.items() if name not in types} for line in lines]
+    different = next((environment for environment in environments if environment != environments[0]), None)
+    if different is not None:
+        raise ValueError(f"it is of more than one run: {as_title(environments[0])}; {as_title(different)}")
+    return [row_type(**{name: read_value(line[name], kind) for name, kind in types.items()}) for line in lines], environments[0]
+
+
+def read_value(text: str, kind: Any) -> Any:
+    """A value of a dataclass as write_csv writes it; kind: bool, int, float, str, or one of them or None."""
+    options = get_args(kind) or (kind,)
+    if text == "" and type(None) in options:
+        return None
+    return text == "True" if options[0] is bool else options[0](text)
+
+
+def from_csv_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --from-csv, for draw_again()."""
+    parser.add_argument("--from-csv", type=Path, metavar="PATH", help="draw the --plot of a file of --csv; nothing is measured")
+
+
+def draw_again(args: argparse.Namespace, row_type: type, plot: Callable[[Path, list[Any], dict[str, str]], None]) -> int:
+    """--from-csv: the figure of rows that were measured before. Returns the exit code: 2, with the reason on stderr, where it cannot be."""
+    try:
+        if args.plot is None:
+            raise ValueError("--plot PATH has to say where the figure goes")
+        rows, environment = read_csv(args.from_csv, row_type)
+    except (OSError, ValueError) as error:
+        print(f"--from-csv {args.from_csv}: {error}", file=sys.stderr)
+        return 2
+    plot(args.plot, rows, environment)
+    return 0
 
 
 @contextlib.contextmanager

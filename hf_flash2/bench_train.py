@@ -21,7 +21,9 @@ from .bench_shared import (
     SEED,
     as_title,
     describe_environment,
+    draw_again,
     figure,
+    from_csv_argument,
     legend_below,
     middle,
     positive,
@@ -107,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per arm, after each preset")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw real tokens/s and peak memory (needs matplotlib)")
+    from_csv_argument(parser)
     parser.add_argument(
         "--profile", type=Path, metavar="PATH.json", help="profile one more step per arm: GPU time by kind of kernel, waits for the host"
     )
@@ -114,6 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the presets, print a line per arm, write what was asked for. Returns the exit code: 1 where arms disagree."""
+    if args.from_csv:
+        return draw_again(args, Row, plot)
     try:
         import transformers  # here and below: the benchmark of the kernels alone does not need it
     except ModuleNotFoundError as error:

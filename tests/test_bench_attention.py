@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_flash2 import bench_attention as bench
 from hf_flash2 import cli, kernels, native
-from hf_flash2.bench_shared import ragged_lengths, write_csv
+from hf_flash2.bench_shared import ragged_lengths, read_csv, write_csv
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -429,6 +429,63 @@ def test_csv_and_table(tmp_path):
     line = bench.format_line(points[0], measured(points[0]), ["hf_flash2 sm80", "not there", "sdpa cudnn"])
     assert line.split()[:7] == ["fwd", "64", "32/32", "full", "32", "x", "512"]
     assert line.endswith(" 50") and " - " in line
+
+
+def test_what_is_read_from_a_csv_is_what_was_written(tmp_path):
+    points = points_of("papers", "--head-dim", "64", "--seqlen", "512")[:1] + points_of("window", "--mode", "fwd") + points_of("decode")[:2]
+    rows = [row for point in points for row in measured(point)]
+    write_csv(tmp_path / "b.csv", bench.Row, rows, ENVIRONMENT)
+    read, environment = read_csv(tmp_path / "b.csv", bench.Row)
+    assert environment == ENVIRONMENT
+    assert read == [
+        dataclasses.replace(row, **{name: float(f"{x:.5g}") for name, x in dataclasses.asdict(row).items() if isinstance(x, float)})
+        for row in rows
+    ]
+    assert [list(map(type, dataclasses.astuple(row))) for row in read] == [list(map(type, dataclasses.astuple(row))) for row in rows]
+
+
+def test_a_csv_is_drawn_again_without_a_gpu(tmp_path, capsys, monkeypatch):
+    plots = []
+    monkeypatch.setattr(bench, "plot", lambda path, rows, environment: plots.append((path.name, rows, environment)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = {name: measured(points_of(name, "--mode", "fwd")[0]) for name in ("window", "papers")}
+    write_csv(tmp_path / "one.csv", bench.Row, rows["papers"], ENVIRONMENT)
+    write_csv(tmp_path / "two.csv", bench.Row, rows["window"] + rows["papers"], ENVIRONMENT)
+    for name in ("one", "two"):
+        assert cli.main(["bench", "attention", "--from-csv", str(tmp_path / f"{name}.csv"), "--plot", str(tmp_path / "f.png")]) == 0
+    assert [(name, {row.shapes for row in rows}, len(rows), environment) for name, rows, environment in plots] == [
+        ("f.png", {"papers"}, 4, ENVIRONMENT),
+        ("f-window.png", {"window"}, 4, ENVIRONMENT),
+        ("f-papers.png", {"papers"}, 4, ENVIRONMENT),
+    ]
+    assert f"wrote {tmp_path / 'f-papers.png'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: text.replace("head_dim_v", "other"), "it has no column head_dim_v"),
+        (lambda text: text.replace("some GPU", "another GPU", 1), "it is of more than one run"),
+        (lambda text: text.replace(",64,", ",many,", 1), "many"),
+        (lambda text: text[: text.rindex(",0.30002,")], "line 5 is cut short"),
+        (lambda text: text.splitlines()[0], "it has no lines"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_csv_of_the_benchmark_is_refused(change, reason, tmp_path, capsys):
+    path = tmp_path / "b.csv"
+    if change is not None:
+        write_csv(path, bench.Row, measured(points_of("ragged", "--head-dim", "64")[1]), ENVIRONMENT)
+        path.write_text(change(path.read_text()))
+    assert cli.main(["bench", "attention", "--from-csv", str(path), "--plot", str(tmp_path / "b.png")]) == 2
+    said = capsys.readouterr().err
+    assert f"--from-csv {path}" in said and reason in said
+
+
+def test_a_figure_has_to_go_somewhere(tmp_path, capsys):
+    write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
+    assert cli.main(["bench", "attention", "--from-csv", str(tmp_path / "b.csv")]) == 2
+    assert "--plot PATH" in capsys.readouterr().err
 
 
 def test_decode_is_shown_in_gigabytes_per_second():

@@ -1,0 +1,85 @@
+"""README.md's figures are those of the committed data."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_flash2 import bench_attention, bench_train
+from hf_flash2.bench_shared import read_csv
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs/h200"
+
+
+def table_below(title: str) -> list[list[str]]:
+    """The cells of the first table behind a text, its two lines of header aside, without emphasis."""
+    lines = README[README.index(title) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|")) + 2
+    last = next(i for i, line in enumerate(lines) if i >= first and not line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").replace("**", "").split("|")] for line in lines[first:last]]
+
+
+@pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
+def test_attention_alone(mode, title):
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
+    speeds: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted((row for row in rows if row.mode == mode and "deterministic" not in row.provider), key=lambda row: row.seqlen):
+        speeds.setdefault((str(row.head_dim), row_mask(row), row.provider), []).append(f"{row.tflops:.0f}")
+    assert {tuple(cells[:3]): cells[3:] for cells in table_below(title)} == speeds
+
+
+@pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
+def test_how_far_ahead(mode, title):
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
+    ahead = {
+        wide: [
+            row.percent_of_best_rival - 100
+            for row in rows
+            if (row.mode, row.provider, row.head_dim > 128) == (mode, "hf_flash2 sm90", wide)
+        ]
+        for wide in (False, True)
+    }
+    said = re.match(
+        title + r" everywhere, by (\d+) to (\d+) % at d 64 and 128, by (\d+) to (\d+) % at d 256", README[README.index(title) :]
+    )
+    limits = [limit for wide in (False, True) for limit in (min(ahead[wide]), max(ahead[wide]))]
+    assert [int(number) for number in said.groups()] == [round(limit) for limit in limits]
+
+
+def test_a_training_step():
+    rows, _ = read_csv(DOCS / "train.csv", bench_train.Row)
+    measured = [
+        [f"{row.tokens_per_second:,.0f}", f"{row.peak_gib:.1f} GiB", f"{row.step_ms:.0f}"] for row in rows if row.outcome == bench_train.OK
+    ]
+    assert [[re.sub(r" \(.+ ×\)", "", speed), memory, ms] for _, _, speed, memory, ms in table_below("**A training step**")] == measured
+    baseline = {row.preset: row.tokens_per_second for row in rows if row.arm == "sdpa"}
+    packed = [row.tokens_per_second / baseline[row.preset] for row in rows if row.arm == bench_train.PACKED]
+    said = [re.search(r"\((.+) ×\)", cells[2]) for cells in table_below("**A training step**")]
+    assert [float(found[1]) for found in said if found] == [pytest.approx(times, rel=0.015) for times in packed]
+
+
+def test_fine_tuning():
+    runs = json.loads((DOCS / "finetune_lora.json").read_text())["runs"]
+    assert table_below("**Fine-tuning**") == [
+        [run["implementation"].replace("-", " "), f"{run['tokens_per_second']:,.0f}", f"{run['peak_memory_bytes'] / 2**30:.1f} GiB"]
+        for run in runs
+    ]
+
+
+def test_the_gpu_tests_are_those_of_the_record():
+    record = json.loads((ROOT / "tests/gpu_run.json").read_text())
+    assert f"the tests that ran there, on {record['commit']}:" in README
+    assert record["tests"]["failed"] == 0
+
+
+def test_what_it_links_to_is_there():
+    paths = [path for path in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in path]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def row_mask(row: bench_attention.Row) -> str:
+    return "causal" if row.causal else "full"
