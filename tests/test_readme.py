@@ -27,7 +27,8 @@ def test_attention_alone(mode, title):
     rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     speeds: dict[tuple[str, ...], list[str]] = {}
     for row in sorted((row for row in rows if row.mode == mode and "deterministic" not in row.provider), key=lambda row: row.seqlen):
-        speeds.setdefault((str(row.head_dim), row_mask(row), row.provider), []).append(f"{row.tflops:.0f}")
+        mask = "causal" if row.causal else "full"
+        speeds.setdefault((str(row.head_dim), mask, row.provider), []).append(f"{row.tflops:.0f}")
     assert {tuple(cells[:3]): cells[3:] for cells in table_below(title)} == speeds
 
 
@@ -79,7 +80,3 @@ def test_what_it_links_to_is_there():
     paths = [path for path in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in path]
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def row_mask(row: bench_attention.Row) -> str:
-    return "causal" if row.causal else "full"
