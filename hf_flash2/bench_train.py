@@ -118,7 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the presets, print a line per arm, write what was asked for. Returns the exit code: 1 where arms disagree."""
     if args.from_csv:
-        return draw_again(args, Row, plot)
+        failed = draw_again(args, Row, plot)
+        if not failed:
+            print(f"wrote {args.plot}")
+        return failed
     try:
         import transformers  # here and below: the benchmark of the kernels alone does not need it
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ import torch
 
 from hf_flash2 import bench_train as bench
 from hf_flash2 import cli
+from hf_flash2.bench_shared import write_csv
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -223,6 +224,19 @@ def test_plot_and_table(tmp_path):
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert bench.format_row(rows[0]).split() == ["eager", "out", "of", "memory"]
     assert bench.format_row(rows[1]).split()[:5] == ["sdpa", "10,000", "(9,000-11,000)", "1.0", "60.0"]
+
+
+def test_a_csv_is_drawn_again(tmp_path, capsys, monkeypatch):
+    """With what was not measured, too."""
+    plots = []
+    monkeypatch.setattr(bench, "plot", lambda path, rows, environment: plots.append((path, rows, environment)))
+    rows = [row("eager", outcome="out of memory", step_ms=None, backend=None), row("sdpa"), row(bench.PACKED)]
+    write_csv(tmp_path / "t.csv", bench.Row, rows, ENVIRONMENT)
+    assert train("--from-csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")) == 0
+    assert plots == [(tmp_path / "t.png", rows, ENVIRONMENT)]
+    assert capsys.readouterr().out == f"wrote {tmp_path / 't.png'}\n"
+    assert train("--from-csv", str(tmp_path / "other.csv"), "--plot", str(tmp_path / "t.png")) == 2
+    assert capsys.readouterr().out == "" and len(plots) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

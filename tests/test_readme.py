@@ -12,6 +12,7 @@ from hf_flash2.bench_shared import read_csv
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs/h200"
+BOTH_DIRECTIONS = pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
 
 
 def table_below(title: str) -> list[list[str]]:
@@ -22,7 +23,7 @@ def table_below(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").replace("**", "").split("|")] for line in lines[first:last]]
 
 
-@pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
+@BOTH_DIRECTIONS
 def test_attention_alone(mode, title):
     rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     speeds: dict[tuple[str, ...], list[str]] = {}
@@ -32,7 +33,7 @@ def test_attention_alone(mode, title):
     assert {tuple(cells[:3]): cells[3:] for cells in table_below(title)} == speeds
 
 
-@pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
+@BOTH_DIRECTIONS
 def test_how_far_ahead(mode, title):
     rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     ahead = {
