@@ -113,6 +113,15 @@ def test_thread_blocks_that_walk_over_tiles(head_dim, causal, form, emulate):
     check(emulate("sm90", sample, resident=3), sample)
 
 
+@pytest.mark.parametrize(("heads", "queries"), ((2, 300), (2, 900), (4, 384), (5, 900), (7, 640)))
+@pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
+def test_pairs_of_tiles_that_make_no_whole_round_come_apart(device, heads, queries, emulate):
+    """From the middle of a head on, of whole heads, of an odd number of tiles. Most see no keys: that is quick to emulate."""
+    case = Case("pairs", 128, heads=(heads, 1), lengths_q=(queries,), lengths_k=(150,), causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, device, resident=3), sample)
+
+
 @pytest.mark.parametrize(("head_dim", "queries", "counted"), ((64, 1100, True), (64, 1024, False), (128, 2100, True)))
 def test_tiles_of_long_causal_prompts_are_counted(head_dim, queries, counted, emulate, forward_workspaces):
     """Above 16 query blocks a head, of 64 or 128 rows. Most see no keys, as those end with the queries: that is quick to emulate."""

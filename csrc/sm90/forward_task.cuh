@@ -52,6 +52,7 @@ struct ForwardArguments {
   Divisor splits;          // how many units share the key blocks of a tile; 1: results are final
   ForwardResults results;  // of the whole or, with splits, of shares
   TileScheduler scheduler;
+  int whole_units;     // of the scheduler, and of each split; of kPairs, those that make whole rounds
   int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
 
@@ -116,18 +117,33 @@ struct ForwardTask {
 // Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share, one of every round over the thread blocks.
 // kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else have
 // all of the last tiles of heads, which may be less work.
+// Pairs that make no whole round come apart: their longest tiles first, one for each thread block, then the others, the shortest to who has
+// the longest.
 template <bool kStepOn, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
-  const int units = scheduler.units() * arguments.splits.divisor;
+  const int units = arguments.whole_units, blocks = gridDim.x;
+  const int rest = scheduler.order == TileOrder::kPairs ? 2 * (static_cast<int>(scheduler.units()) - units) : 0;
   int place = blockIdx.x;  // in the round
-  for (int unit = place; unit < units; unit += !kStepOn ? gridDim.x : place > 0 ? gridDim.x + 1 : 1) {
-    for (int part = 0; part < scheduler.tiles_per_unit(); ++part) {
-      int query_block, batch_head;
-      if (scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head))
-        f(query_block, batch_head, arguments.splits.remainder(unit));
+  int unit = place, part = 0, number = place;
+  while (true) {  // f stands once: the code of a tile's loads is long
+    int query_block, batch_head, split = 0;
+    bool there;
+    if (unit < units) {
+      there = scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head);
+      split = arguments.splits.remainder(unit);
+      if (++part == scheduler.tiles_per_unit()) {
+        part = 0;
+        if (++place == blocks) place = 0;
+        unit += !kStepOn ? blocks : place > 0 ? blocks + 1 : 1;
+      }
+    } else if (number < rest) {
+      there = scheduler.tile_of_rest(units, number, query_block, batch_head);
+      number = number < blocks ? 2 * blocks - 1 - number : rest;
+    } else {
+      return;
     }
-    if (++place == gridDim.x) place = 0;
+    if (there) f(query_block, batch_head, split);
   }
 }
 

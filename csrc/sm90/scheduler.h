@@ -95,7 +95,20 @@ struct TileScheduler {
     return true;
   }
 
-  // The same among so many heads of so many blocks each, a part of all, which only the device knows. Not for kPairs.
+  // Of kPairs: the tiles of the units from `first` on, by descending work; `number` counts from 0 to twice these units.
+  __device__ __forceinline__ bool tile_of_rest(int first, int number, int& block, int& batch_head) const {
+    // Units of a head are numbered by descending work of their longer tile. Of the first head here, those before `skipped` are not among these.
+    const int of_head = units_of_head(), rest = static_cast<int>(units()) - first, place = number < rest ? number : 2 * rest - 1 - number;
+    const int first_head = first / of_head, skipped = first - first_head * of_head;
+    const int whole_heads = heads - first_head - (skipped > 0), before = skipped * whole_heads;
+    const int heads_here = place < before ? whole_heads : heads - first_head;
+    const int from = place < before ? 0 : before;
+    const int pair = (place < before ? 0 : skipped) + (place - from) / heads_here;
+    const int head = heads - heads_here + (place - from) % heads_here;
+    return tile(head * of_head + pair, number < rest ? 0 : 1, block, batch_head);
+  }
+
+  // As tile(), among so many heads of so many blocks each, a part of all, which only the device knows. Not for kPairs.
   __device__ __forceinline__ void tile_among(int blocks, int heads, int unit, int& block, int& head) const {
     const int first_head = unit / (blocks * group) * group;
     const int heads_here = min(group, heads - first_head);
