@@ -89,7 +89,8 @@ class Layout:
         Raises MisalignedError where an address is not a multiple of 16: see `aligned`.
 
         Scratch: where queries are so few that their keys are split, out and softmax_lse in float32, once for every split; where lengths are
-        ragged, the Hopper kernels' counter of tiles, 4 bytes.
+        ragged, the Hopper kernels' counter of tiles, 4 bytes; without a mask, where tiles make no whole number of rounds over the
+        multiprocessors, out and softmax_lse of up to 128 queries in float32 for each of these and of the tiles left over (d 128: 17 MB).
         """
         params, workspace_like = self._forward
         out_like, lse_like = self._outputs

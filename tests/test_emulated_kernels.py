@@ -442,6 +442,34 @@ def test_split_keys_give_the_same_bits_in_any_order(window, emulate, splits):
     assert splits(sample) == [4] * 4
 
 
+FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128), 256: (128, 80)}  # 192 with 128 of V
+SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks
+    (Case("shared", 128, heads=(1, 1), lengths_q=(500,), lengths_k=(1300,)), 1),
+    (Case("shared", 128, heads=(1, 1), lengths_q=(640,), lengths_k=(3000,)), 2),  # the second thread block has a piece of both
+    (Case("shared", 128, heads=(5, 1), lengths_q=(100, 100), lengths_k=(1290, 1290)), 1),  # heads and sequences
+    (Case("shared", 64, heads=(7, 1), lengths_q=(100,), lengths_k=(1800,)), 1),  # three consumers, of which the last has no rows
+    (Case("shared", 96, heads=(7, 7), lengths_q=(100,), lengths_k=(2000,)), 1),
+    (Case("shared", 192, heads=(7, 1), lengths_q=(120,), lengths_k=(1100,), head_dim_v=128), 1),
+    (Case("shared", 256, heads=(7, 1), lengths_q=(128,), lengths_k=(750,)), 1),
+    (Case("shared", 256, heads=(28, 7), lengths_q=(25,), lengths_k=(750,)), 1),  # the rows of a group in a tile
+]
+
+
+@pytest.mark.parametrize(("case", "tiles"), [pytest.param(*problem, id=problem[0].id) for problem in SHARED])
+def test_tiles_that_make_no_whole_round_are_shared(case, tiles, emulate, forward_workspaces):
+    """Their pieces are put together, with the same bits in any order of thread blocks."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    first = emulate("sm90", sample, with_dlse=True)
+    check(first, sample, with_dlse=True)
+    for seed in (1, 2, 3):
+        again = emulate("sm90", sample, seed=seed, resident=seed)
+        assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
+    rows, keys = FORWARD_TILES[case.head_dim]
+    blocks = tiles * -(-sample.seqlen_k // keys)
+    slots = -(-blocks // -(-blocks // 3)) + tiles
+    assert [size / (rows * (case.head_dim_v + 1) * 4) for size in forward_workspaces] == [slots] * 4
+
+
 CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
     "one query": (((8, 1), 1, 64 * 128, 1, (-1, 0)), 16),
     "one query, several sequences": (((8, 1), 1, 64 * 128, 5, (-1, 0)), 3),

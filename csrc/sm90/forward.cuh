@@ -8,7 +8,8 @@
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles are
 // small, one consumer computes, and several thread blocks share a multiprocessor.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
-// Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together.
+// Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together; likewise
+// of equal tiles those that make no whole round over the thread blocks (SharedTiles).
 // PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
 // halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560 670
 // TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
@@ -45,6 +46,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64 keys,
   // 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize == TileSize::kSmall);
+  static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   static constexpr int kSharedBytes =
       kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
@@ -102,8 +104,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
     mbarrier_arrive(shared.task_full());
   };
 
-  const auto load = [&](int query_block, int batch_head, int split) {
-    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split);
+  const auto load = [&](int query_block, int batch_head, int split, const Piece& piece) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split, piece);
     if (task.query_begin(arguments) >= task.q.length) return;
     if (task.key_block_begin == task.key_block_end) {
       hand_over(task);
@@ -135,7 +137,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   if (arguments.next_tile != nullptr)
     for_each_counted_tile<Shape::kBlockM>(arguments, load);
   else
-    for_each_tile<Shape::kConsumers == 3>(arguments, load);
+    for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles>(arguments, load);
   hand_over(ForwardTask::none());
 }
 
@@ -143,11 +145,15 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
 
 // The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
+template <typename Shape>
 __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
-    if (at.valid) arguments.results.lse_of(at.batch, at.head, at.token, arguments.splits.divisor)[task.split] = lse[half];
+    float* const to = Shape::kSharesTiles && task.slot >= 0
+                          ? arguments.shared.lse + (task.slot * Shape::kBlockM + row + half * 8 - task.row_begin)
+                          : arguments.results.lse_of(at.batch, at.head, at.token, arguments.splits.divisor) + task.split;
+    if (at.valid) *to = lse[half];
   }
 }
 
@@ -157,9 +163,10 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, const ForwardTask& task,
                                           int row, const float (&out)[Shape::kHeadDimV / 8][4]) {
   const HfFlash2ForwardParams& params = arguments.params;
+  const bool is_piece = Shape::kSharesTiles && task.slot >= 0;
   if constexpr (Shape::kStoreTiles) {
     const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-    if (arguments.splits.divisor == 1 && query_end <= task.q.length && task.key_block_begin < task.key_block_end) {
+    if (arguments.splits.divisor == 1 && !is_piece && query_end <= task.q.length && task.key_block_begin < task.key_block_end) {
       const int group = warpgroup_index();
       uint32_t rounded[Shape::kHeadDimV / 4];
       round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
@@ -179,11 +186,14 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, con
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
     const HfFlash2Tensor& to = arguments.results.out;
-    if (arguments.splits.divisor > 1)
-      store_row(out, half, token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v, at.valid,
-                params.head_dim_v);
-    else
+    if (arguments.splits.divisor > 1 || is_piece) {
+      const int piece_row = task.slot * Shape::kBlockM + row + half * 8 - task.row_begin;
+      float* const share = is_piece ? arguments.shared.out + static_cast<int64_t>(piece_row) * params.head_dim_v
+                                    : token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v;
+      store_row(out, half, share, at.valid, params.head_dim_v);
+    } else {
       store_row(out, half, token_pointer<T>(to, at.batch, at.head, at.token), at.valid, params.head_dim_v);
+    }
   }
 }
 
@@ -240,7 +250,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
       softmax.finish(rescale, 1.f);
-      if (lane % 4 == 0) store_lse(arguments, ForwardTask::load(shared.task(tile)), row, softmax.row_max[0]);
+      if (lane % 4 == 0) store_lse<Shape>(arguments, ForwardTask::load(shared.task(tile)), row, softmax.row_max[0]);
     };
 
     if (task.key_block_begin < task.key_block_end) {
@@ -334,7 +344,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       scale_rows(out, rescale);
     } else {
       mbarrier_arrive(shared.q_empty());
-      if (lane % 4 == 0) store_lse(arguments, task, row, {INFINITY, INFINITY});
+      if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }
     store_out<Shape, T>(arguments, shared, ForwardTask::load(shared.task(tile)), row, out[0]);

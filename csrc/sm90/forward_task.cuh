@@ -43,6 +43,26 @@ struct ForwardResults {
   }
 };
 
+// Tiles that make no whole round over the thread blocks: their key blocks, counted tile after tile, are shared by all, an equal run for each.
+// All tiles have as many key blocks. A piece is what one thread block computes of one tile; the slot of a piece is their numbers' sum.
+struct SharedTiles {
+  int tiles, key_blocks;  // how many there are, and of each
+  int run;                // key blocks of a thread block; 0: no tile is shared
+  float *out, *lse;       // of pieces: [slots, kBlockM, Dv], divided by their own sum, and [slots, kBlockM]
+
+  __host__ __device__ bool any() const { return run > 0; }
+  int slots() const { return any() ? (tiles * key_blocks + run - 1) / run + tiles : 0; }
+  // The thread blocks that have a piece of a tile.
+  __device__ __forceinline__ int first_of(int tile) const { return tile * key_blocks / run; }
+  __device__ __forceinline__ int last_of(int tile) const { return ((tile + 1) * key_blocks - 1) / run; }
+};
+
+// A thread block's share of a tile's key blocks.
+struct Piece {
+  int slot = -1;  // none: it has all, or as many as its split
+  int begin, end;
+};
+
 struct ForwardArguments {
   CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
   CUtensorMap out;      // boxes of 64 columns x the rows of one warpgroup
@@ -52,7 +72,8 @@ struct ForwardArguments {
   Divisor splits;          // how many units share the key blocks of a tile; 1: results are final
   ForwardResults results;  // of the whole or, with splits, of shares
   TileScheduler scheduler;
-  int whole_units;     // of the scheduler, and of each split; of kPairs, those that make whole rounds
+  int whole_units;  // of the scheduler, and of each split; behind them the rest of kPairs, or the shared tiles
+  SharedTiles shared;
   int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
 
@@ -66,10 +87,12 @@ struct ForwardTask {
   int key_block_begin, key_block_end;
   int unmasked_begin, unmasked_end;  // key blocks of which every row sees every key; none where there are holes
   int has_holes;
+  int slot;  // of a piece, or -1
   static constexpr int kNone = -1, kBytes = 64;
 
   template <int kBlockM, int kBlockN>
-  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head, int split) {
+  static __device__ __forceinline__ ForwardTask make(const ForwardArguments& arguments, int query_block, int batch_head, int split,
+                                                     const Piece& piece) {
     const HfFlash2ForwardParams& params = arguments.params;
     const int batch = arguments.heads.quotient(batch_head), head = arguments.heads.remainder(batch_head) << arguments.tile_heads_log2;
     const int queries = kBlockM >> arguments.tile_heads_log2, query_begin = query_block * queries, query_end = query_begin + queries;
@@ -86,6 +109,8 @@ struct ForwardTask {
     task.unmasked_begin = mask.unmasked_block_begin(query_end, kBlockN), task.unmasked_end = mask.unmasked_block_end(query_begin, kBlockN);
     task.has_holes = mask.visible != nullptr;
     if (task.has_holes) task.unmasked_end = 0;
+    task.slot = piece.slot;
+    if (piece.slot >= 0) task.key_block_begin = piece.begin, task.key_block_end = piece.end;
     return task;
   }
   static __device__ __forceinline__ ForwardTask none() {
@@ -101,34 +126,39 @@ struct ForwardTask {
     store_shared(address, make_uint4(batch, head, row_begin, split));
     store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
     store_shared(address + 32, make_uint4(key_block_begin, key_block_end, unmasked_begin, unmasked_end));
-    store_shared(address + 48, make_uint4(has_holes, 0, 0, 0));
+    store_shared(address + 48, make_uint4(has_holes, slot, 0, 0));
   }
   static __device__ __forceinline__ ForwardTask load(uint32_t address) {
-    const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32);
+    const uint4 a = load_shared_uint4(address), b = load_shared_uint4(address + 16), c = load_shared_uint4(address + 32),
+                d = load_shared_uint4(address + 48);
     ForwardTask task;
     task.batch = a.x, task.head = a.y, task.row_begin = a.z, task.split = a.w;
     task.q.start = b.x, task.q.length = b.y, task.k.start = b.z, task.k.length = b.w;
     task.key_block_begin = c.x, task.key_block_end = c.y, task.unmasked_begin = c.z, task.unmasked_end = c.w;
-    task.has_holes = load_shared_uint4(address + 48).x;
+    task.has_holes = d.x, task.slot = d.y;
     return task;
   }
 };
 
-// Calls f(query_block, batch_head, split) for every tile of this thread block: of its equal share, one of every round over the thread blocks.
+// Calls f(query_block, batch_head, split, piece) for every tile of this thread block: of its equal share, one of every round over the thread
+// blocks, and then of what makes no whole round, pieces of the shared tiles, or of kPairs tiles: the longest first, one for each thread block,
+// then the others, the shortest to who has the longest.
 // kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else have
 // all of the last tiles of heads, which may be less work.
-// Pairs that make no whole round come apart: their longest tiles first, one for each thread block, then the others, the shortest to who has
-// the longest.
-template <bool kStepOn, typename F>
+template <bool kStepOn, bool kSharesTiles, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
+  const SharedTiles& shared = arguments.shared;
   const int units = arguments.whole_units, blocks = gridDim.x;
   const int rest = scheduler.order == TileOrder::kPairs ? 2 * (static_cast<int>(scheduler.units()) - units) : 0;
   int place = blockIdx.x;  // in the round
   int unit = place, part = 0, number = place;
+  int key_block = kSharesTiles ? static_cast<int>(blockIdx.x) * shared.run : 0;  // of the shared tiles, the first that is left
+  const int key_block_end = kSharesTiles ? min(key_block + shared.run, shared.tiles * shared.key_blocks) : 0;
   while (true) {  // f stands once: the code of a tile's loads is long
     int query_block, batch_head, split = 0;
-    bool there;
+    Piece piece;
+    bool there = true;
     if (unit < units) {
       there = scheduler.tile(arguments.splits.quotient(unit), part, query_block, batch_head);
       split = arguments.splits.remainder(unit);
@@ -140,10 +170,15 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
     } else if (number < rest) {
       there = scheduler.tile_of_rest(units, number, query_block, batch_head);
       number = number < blocks ? 2 * blocks - 1 - number : rest;
+    } else if (kSharesTiles && key_block < key_block_end) {
+      const int tile = key_block / shared.key_blocks, begin = key_block - tile * shared.key_blocks;
+      piece = {static_cast<int>(blockIdx.x) + tile, begin, min(shared.key_blocks, begin + key_block_end - key_block)};
+      scheduler.tile(units + tile, 0, query_block, batch_head);
+      key_block += piece.end - begin;
     } else {
       return;
     }
-    if (there) f(query_block, batch_head, split);
+    if (there) f(query_block, batch_head, split, piece);
   }
 }
 
@@ -159,7 +194,7 @@ __device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& ar
   CountedBlocks tiles;
   int query_block, batch_head;
   for (int number = blockIdx.x; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
-    f(query_block, batch_head, 0);
+    f(query_block, batch_head, 0, Piece{});
     wait_for_kernel_before();  // it clears the counter
     number = gridDim.x + take_next(arguments.next_tile);
   }
