@@ -17,6 +17,15 @@ __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, u
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
 }
 
+// The same; L2 lets it go before other things.
+__device__ __forceinline__ void bulk_store_streaming(void* destination, uint32_t source, uint32_t bytes) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(destination), "r"(source), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
+
 // Adds `bytes` of floats from shared to global memory. Joins the group that bulk_commit() closes.
 __device__ __forceinline__ void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
@@ -31,8 +40,12 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until every group of this thread is complete: its writes can be seen.
-__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until at most kPending of this thread's newest groups are not complete: the writes of the others can be seen.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void bulk_wait_all() { bulk_wait<0>(); }
 
 // Orders ordinary accesses to global memory, before and after, with those of the bulk engine.
 __device__ __forceinline__ void bulk_global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -66,8 +66,8 @@ struct BackwardShared {
 template <typename Shape>
 __device__ __forceinline__ void clear_gradient_gaps(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   if (may_have_gaps(arguments.params))
-    clear_gaps(shared.zeros(),
-               [&](const auto& clear) { for_each_backward_gap(arguments.params, blockIdx.x, arguments.task_blocks, clear); });
+    clear_gaps<true>(shared.zeros(),
+                     [&](const auto& clear) { for_each_backward_gap(arguments.params, blockIdx.x, arguments.task_blocks, clear); });
 }
 
 // The copies of the loader, one thread: K and V of a task, then a ring of Q with lse and dO with delta. Only lse and delta come from the kernel

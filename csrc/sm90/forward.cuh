@@ -374,7 +374,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
     const int warp = warp_index() - Shape::kConsumers * 4;
     if (warp != 0) {
       if (!may_have_gaps(params)) return;
-      if (warp == 1) clear_gaps(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
+      if (warp == 1)
+        clear_gaps<false>(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
       if (warp == 2) fill_lse_gaps(params, blockIdx.x, gridDim.x);
     } else {
       // The loader needs nobody for its first copies: it makes the barriers itself.

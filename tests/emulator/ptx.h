@@ -314,6 +314,11 @@ void cp_async_bulk_global_shared__cta_bulk_group(P destination, uint32_t source,
   bulk_store(pointer(destination), source, bytes, false);
 }
 template <typename P>
+void cp_async_bulk_global_shared__cta_bulk_group_L2__cache_hint(P destination, uint32_t source, uint32_t bytes, uint64_t) {
+  bulk_store(pointer(destination), source, bytes, false);
+}
+inline void createpolicy_fractional_L2__evict_first_b64(uint64_t& policy) { policy = 0; }  // there is no L2
+template <typename P>
 void cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(P destination, uint32_t source, uint32_t bytes) {
   bulk_store(pointer(destination), source, bytes, true);
 }
