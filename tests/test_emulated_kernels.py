@@ -290,7 +290,7 @@ def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int)
 
     (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
     without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 2) + ROUNDING_WARPS + 1) * 4
-    of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 4
+    of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 2
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 
 
@@ -334,33 +334,35 @@ def test_groups_split_among_tasks(case, splits, deterministic, emulate, backward
     assert [group_splits(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [splits] * 3
 
 
-GROUP_CHOICES = {  # heads, queries, keys, batch, causal: splits of a group at head dim 128, on 16 multiprocessors
-    "unequal tasks, few": (((8, 1), 1024, 1024, 1, True), 4),
-    "unequal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, True), 2),
-    "unequal tasks, each multiprocessor has two": (((4, 1), 4096, 4096, 1, True), 1),
-    "as many, of more than 4 heads": (((8, 1), 4096, 4096, 1, True), 2),
-    "of more than 8 heads": (((16, 1), 4096, 4096, 1, True), 4),
-    "of 5, which no split makes 4 or less without as many shares": (((5, 1), 4096, 4096, 1, True), 1),
-    "equal tasks, few": (((8, 1), 1024, 1024, 1, False), 2),
-    "equal tasks, each multiprocessor has one": (((8, 1), 2048, 2048, 1, False), 1),
-    "a last round with two tasks": (((8, 1), 1024, 1152, 2, False), 4),
-    "a group of 7": (((7, 1), 1024, 1024, 1, True), 7),
-    "a group of 6": (((6, 1), 1024, 1152, 2, False), 3),
-    "no groups": (((4, 4), 256, 256, 1, True), 1),
-    "one query": (((8, 1), 1, 1024, 1, False), 1),
+GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a group on 16 multiprocessors
+    "unequal tasks, few": (((8, 1), 128, 1024, 1024, 1, True), 4),
+    "long unequal tasks": (((8, 1), 128, 2048, 2048, 1, True), 4),
+    "long ones of 4 heads": (((4, 1), 128, 4096, 4096, 1, True), 2),
+    "long ones of 2 heads": (((2, 1), 128, 4096, 4096, 1, True), 1),
+    "long ones of 16 heads": (((16, 1), 128, 4096, 4096, 1, True), 4),
+    "long ones at another head dim": (((8, 1), 64, 4096, 4096, 1, True), 2),
+    "and of 4 heads": (((4, 1), 256, 4096, 4096, 1, True), 1),
+    "of 5, which no split makes less without as many shares": (((5, 1), 128, 4096, 4096, 1, True), 1),
+    "equal tasks, few": (((8, 1), 128, 1024, 1024, 1, False), 2),
+    "equal tasks, each multiprocessor has one": (((8, 1), 128, 2048, 2048, 1, False), 1),
+    "a last round with two tasks": (((8, 1), 128, 1024, 1152, 2, False), 4),
+    "a group of 7": (((7, 1), 128, 1024, 1024, 1, True), 7),
+    "a group of 6": (((6, 1), 128, 1024, 1152, 2, False), 3),
+    "no groups": (((4, 4), 128, 256, 256, 1, True), 1),
+    "one query": (((8, 1), 128, 1, 1024, 1, False), 1),
 }
 
 
 @pytest.mark.parametrize("name", GROUP_CHOICES)
 def test_when_groups_are_split(name, library, monkeypatch):
-    (heads, queries, keys, batch, causal), expected = GROUP_CHOICES[name]
-    q, k = (torch.zeros(batch, length, count, 128, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
+    (heads, head_dim, queries, keys, batch, causal), expected = GROUP_CHOICES[name]
+    q, k = (torch.zeros(batch, length, count, head_dim, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
     monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
         layout = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, -1, 0 if causal else -1, 0.0)
     addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0)
     _, workspace = layout._pack_backward(library, (q, q, k, k), addresses, False)
-    case = Case("choice", 128, heads, (queries,) * batch, (keys,) * batch)
+    case = Case("choice", head_dim, heads, (queries,) * batch, (keys,) * batch)
     assert group_splits(workspace.numel(), case, queries, keys) == expected
 
 

@@ -49,26 +49,27 @@ __device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardPar
 // the elements that it held as a consumer; `block` counts thread blocks.
 template <typename Shape, typename T>
 __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int block) {
-  constexpr int kColumns = 32, kPieceFloats = 64 * kColumns;
+  constexpr int kColumns = 32, kPieceElements = 64 * kColumns;
   const HfFlash2ForwardParams& forward = params.forward;
   const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
   const int key_block = tile % key_blocks, head = tile / key_blocks % forward.heads_k, batch = tile / key_blocks / forward.heads_k;
   const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
   const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
-  if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientFloats / kPieceFloats) return;
+  if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientElements / kPieceElements) return;
 
   float sum[kColumns / 8][4] = {};
 #pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
   for (int split = 0; split < static_cast<int>(shares.splits.divisor); ++split) {
     const int part = head * shares.splits.divisor + split;
-    const float* share = shares.tile<Shape>(forward, batch, part, key_block) + piece * kPieceFloats;
+    const T* share = shares.tile<Shape, T>(forward, batch, part, key_block) + piece * kPieceElements;
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
-      const float4 x = reinterpret_cast<const float4*>(share)[n * 128 + thread];
-      sum[n][0] += x.x, sum[n][1] += x.y, sum[n][2] += x.z, sum[n][3] += x.w;
+      const uint2 x = reinterpret_cast<const uint2*>(share)[n * 128 + thread];
+      const float2 low = unpack<T>(x.x), high = unpack<T>(x.y);
+      sum[n][0] += low.x, sum[n][1] += low.y, sum[n][2] += high.x, sum[n][3] += high.y;
     }
   }
-  constexpr int kPiecesDk = Shape::kBlockN * Shape::kHeadDim / kPieceFloats;
+  constexpr int kPiecesDk = Shape::kBlockN * Shape::kHeadDim / kPieceElements;
   const bool is_dk = piece < kPiecesDk;
   const int of_gradient = is_dk ? piece : piece - kPiecesDk, across = (is_dk ? Shape::kHeadDim : Shape::kHeadDimV) / kColumns;
   const int row_begin = key_block * Shape::kBlockN + of_gradient / across * 64, column = of_gradient % across * kColumns;

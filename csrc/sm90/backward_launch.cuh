@@ -18,15 +18,19 @@ namespace hf_flash2::sm90 {
 // takes those of its heads, and kTaskTime for its beginning and end. Equal tasks go in rounds over the multiprocessors; unequal ones, the long
 // first, end together if none is longer than what each multiprocessor has. Splits cost kSumTime for the sum of their shares, and kShareTime
 // for each share that a multiprocessor leaves; a twentieth of the time has to be saved.
-// Long causal tasks have at most kMostHeads heads: those that run at once drift apart over more, and L2 does not hold what they read and add.
+// Long causal tasks have at most most_heads heads: those that run at once drift apart over more, and L2 does not hold what they read and add.
 // PERF: what splits bring, and that groups in launch order are at least a round (below). One H200, d 128, causal, batch 2, at 1k, 2k, 4k, 16k,
 // TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k:
-// 201 303 -> 275 396.
-// Tried and left: shares added in registers by whichever of two splits comes later, in place of in the last kernel. 64/8 at 1k, 4k 233 2367 -> 232
-// 2351 us, 32/8 at 1k, in 4 splits, 128 -> 142: the later waits some 4 us for memory. With splits, blocks that round dQ beside: level.
+// 201 303 -> 275 396. Shares in T, not in fp32, and at d 128 two heads a task in place of four: 64/8 at 1k, 2k, 4k, 16k 353 469 493 570 -> 372
+// 498 518 582, 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads.
+// Tried and left: all heads of a query block before the next, from the last block down, so that tasks stay together and L2 needs no splits:
+// 64/8 at 4k, 16k, in any number of splits, 4 to 20 % slower, full 17 %: all add to the same tiles at a time. Shares added in registers by
+// whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
+// 142, as the later waits some 4 us for memory. With splits, blocks that round dQ beside: level, in 1 to 8 multiprocessors.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
-  constexpr int kMostHeads = 4, kLongTask = 2048, kMostShares = 4;  // kMostShares: for their heads' sake
+  constexpr int kLongTask = 1024, kMostShares = 4;  // kMostShares: for most_heads' sake
+  const int most_heads = params.head_dim > 64 && params.head_dim <= 128 ? 2 : 4;
   const int group = params.heads_q / params.heads_k;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const int64_t key_blocks = packed ? ceil_div(params.total_k, block_n) : params.batch * ceil_div(params.max_seqlen_k, block_n);
@@ -37,7 +41,7 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m,
   if (!(tasks * average > 0)) return 1;
   int splits = 1;
   if (is_triangular(params) && params.max_seqlen_q >= kLongTask) {
-    for (int n = 2; n <= kMostShares && group / splits > kMostHeads; ++n) splits = group % n == 0 ? n : splits;
+    for (int n = 2; n <= kMostShares && group / splits > most_heads; ++n) splits = group % n == 0 ? n : splits;
   }
   double least = 0;
   for (int n = splits; n <= group; ++n) {
@@ -92,7 +96,7 @@ struct BackwardPlan {
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
     if (plan.splits > 1)
-      plan.workspace_bytes = plan.shares_at + params.heads_k * plan.splits * plan.key_blocks * Shape::kKeyGradientFloats * 4;
+      plan.workspace_bytes = plan.shares_at + params.heads_k * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
     return plan;
   }
 };
@@ -140,7 +144,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   }
   arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
-  arguments.shares = {reinterpret_cast<float*>(plan.splits > 1 ? shares : nullptr), Divisor::of(plan.splits), plan.key_blocks};
+  arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, and 2 % at d 128, 4k. One H200, d 64 at
   // 4k, 8k, 16k, TFLOP/s: full 588 617 610 -> 608 629 616, causal 528 582 613 -> 548 593 607.

@@ -143,14 +143,14 @@ __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*
 // convert_kernel writes it, for K, V, O and the accumulator as they are read: no faster; for Q and dO: 4 to 5 % slower. What is added to
 // dQ kept in L2 before other things (evict_last): no faster, at 4k 0.5 % slower.
 template <typename Shape, typename T, int kTiles>
-__device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first_float,
+__device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first,
                                                    const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {
   if (arguments.shares.split()) {
-    float* share = arguments.shares.tile<Shape>(arguments.params.forward, task.batch, task.part, task.key_block) + first_float;
+    T* share = arguments.shares.tile<Shape, T>(arguments.params.forward, task.batch, task.part, task.key_block) + first;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      reinterpret_cast<float4*>(share)[n * 128 + threadIdx.x % 128] =
-          make_float4(gradient[n][0], gradient[n][1], gradient[n][2], gradient[n][3]);
+      reinterpret_cast<uint2*>(share)[n * 128 + threadIdx.x % 128] =
+          make_uint2(pack<T>(gradient[n][0], gradient[n][1]), pack<T>(gradient[n][2], gradient[n][3]));
     return;
   }
   T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start);

@@ -9,9 +9,9 @@
 namespace hf_flash2::sm90 {
 
 // Where the query heads of a group, those that share a key head, are split among tasks (backward_launch.cuh says when): scratch for what each
-// split adds to dK and dV, behind the Workspace.
+// split adds to dK and dV, behind the Workspace. Rounded to T each, as eager rounds what each head adds: fp32 would be twice the traffic.
 struct KeyGradientShares {
-  float* tiles;    // [Hk, splits, blocks, kKeyGradientFloats]: dK of a key block, then dV; null without splits
+  void* tiles;     // of T, [Hk, splits, blocks, kKeyGradientElements]: dK of a key block, then dV; null without splits
   Divisor splits;  // of a group
   int64_t blocks;  // key blocks of one head, over all sequences, numbered by first_block_of()
 
@@ -24,10 +24,10 @@ struct KeyGradientShares {
 
   // `part`: which split of which key head, counted over both. In the order of accumulators: 64 keys after 64 keys, of these 8 columns after 8
   // columns, of these a thread's four elements after each other.
-  template <typename Shape>
-  __device__ __forceinline__ float* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
+  template <typename Shape, typename T>
+  __device__ __forceinline__ T* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
     const int64_t first_block = first_block_of(params.sequences_k, batch, params.max_seqlen_k, Shape::kBlockN);
-    return tiles + (part * blocks + first_block + key_block) * Shape::kKeyGradientFloats;
+    return static_cast<T*>(tiles) + (part * blocks + first_block + key_block) * Shape::kKeyGradientElements;
   }
 };
 
@@ -80,8 +80,8 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
   static constexpr bool kDqByRows = kBlockM == 128;
   // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
-  static constexpr int kKeyGradientFloats = kBlockN * (kHeadDim + kHeadDimV);
-  static constexpr int kShareThreadBlocks = (kKeyGradientFloats / (64 * 32) + kDqPieces - 1) / kDqPieces;
+  static constexpr int kKeyGradientElements = kBlockN * (kHeadDim + kHeadDimV);
+  static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * 32) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
   // two warpgroups add from registers, each when it has something.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
