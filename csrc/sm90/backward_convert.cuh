@@ -16,10 +16,10 @@ struct ConvertArguments {
 // dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece, each with the
 // elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
 template <typename Shape, typename T>
-__device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params) {
+__device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params, int block) {
   constexpr int kBlockM = Shape::kBlockM;
   const HfFlash2ForwardParams& forward = params.forward;
-  const QueryBlock at(forward, kBlockM);
+  const QueryBlock at(forward, kBlockM, block);
   const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
@@ -85,9 +85,9 @@ __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params,
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
   wait_for_kernel_before();
-  const int block = blockIdx.x;
+  const int block = gridDim.x - 1 - blockIdx.x;  // what was written last first: L2 still holds it
   if (block < arguments.query_blocks)
-    convert_query_gradient<Shape, T>(arguments.params);
+    convert_query_gradient<Shape, T>(arguments.params, block);
   else
     add_shares<Shape, T>(arguments.params, arguments.shares, block - arguments.query_blocks);
 }
