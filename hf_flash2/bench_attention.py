@@ -8,6 +8,8 @@
     decode   one query, or a few, after many cached keys: a step of generation
     mla      multi-head latent attention: 16 heads with 192 for q and k, 128 for v
 
+With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?
+
 All implementations read the same tensors in the same process and take turns call by call, so that clocks and temperature are shared. SDPA
 is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of real tokens only, even of
 an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once. Needs a CUDA device.
@@ -15,6 +17,7 @@ an implementation that computes more; decode is bound by memory and shows GB/s, 
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import inspect
 import itertools
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import kernels, native, packing
+from . import kernels, native, ops, packing
 from .bench_shared import (
     describe_environment,
     draw_again,
@@ -305,6 +308,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
     parser.add_argument("--eager", action="store_true", help="time eager attention too")
     parser.add_argument("--deterministic", action="store_true", help="time our backward with deterministic=True, too")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="LIBRARY",
+        help="time the kernels of these libraries in place of the rivals: other builds (`hf-flash2 build --output LIBRARY`), by file name",
+    )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the rates (needs matplotlib); several shapes: PATH-shapes")
     from_csv_argument(parser)
@@ -322,8 +333,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"hf-flash2 bench attention cannot run: {reason}", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
-    families = native.families(torch.cuda.current_device())
-    return benchmark(args, all_providers(families, args.eager, args.deterministic), device, CudaClock(device))
+    if args.against:
+        try:
+            providers = builds(other_builds(args.against), args.deterministic)
+        except (ValueError, native.NotAvailableError) as error:
+            print(f"hf-flash2 bench attention: --against: {error}", file=sys.stderr)
+            return 2
+    else:
+        providers = all_providers(native.families(torch.cuda.current_device()), args.eager, args.deterministic)
+    return benchmark(args, providers, device, CudaClock(device))
 
 
 def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device: torch.device, clock: "CudaClock") -> int:
@@ -426,6 +444,7 @@ class Provider:
     prepare: Callable[[Problem], Work]
     kinds: tuple[str, ...]  # of points that it takes
     family: str | None = None  # of ours: what HF_FLASH2_FAMILY has to name while it runs
+    library: ctypes.CDLL | None = None  # another build of ours
     only_backward: bool = False  # nothing else to see in its forward
 
     def takes(self, point: Point) -> bool:
@@ -438,16 +457,7 @@ class Provider:
 
 def all_providers(families: Iterable[str], with_eager: bool, with_deterministic: bool = False) -> list[Provider]:
     """Ours per kernel family, then the rivals."""
-    providers = []
-    for family in families:
-        providers += [
-            Provider(f"{OURS} {family}", dense, ("dense", "window", "decode", "decode, mask"), family),
-            Provider(f"{OURS} {family} padded", padded, ("ragged",), family),
-            Provider(f"{OURS} {family} packed", packed, ("ragged",), family),
-        ]
-        if with_deterministic:
-            prepare = partial(dense, deterministic=True)
-            providers.append(Provider(f"{OURS} {family} deterministic", prepare, ("dense", "window"), family, only_backward=True))
+    providers = [provider for family in families for provider in our_kernels(OURS, family, with_deterministic)]
     providers += [
         Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode")),
         Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode")),
@@ -460,6 +470,38 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
     if fa4 is not None:
         providers.append(Provider(FA4, partial(other_flash, fa4), ("dense",)))
     return providers + [Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))] * with_eager
+
+
+def our_kernels(name: str, family: str, with_deterministic: bool, library: ctypes.CDLL | None = None) -> list[Provider]:
+    """Our kernels of a family, of our library or another build."""
+    providers = [
+        Provider(f"{name} {family}", dense, ("dense", "window", "decode", "decode, mask"), family, library),
+        Provider(f"{name} {family} padded", padded, ("ragged",), family, library),
+        Provider(f"{name} {family} packed", packed, ("ragged",), family, library),
+    ]
+    if with_deterministic:
+        prepare = partial(dense, deterministic=True)
+        providers.append(Provider(f"{name} {family} deterministic", prepare, ("dense", "window"), family, library, only_backward=True))
+    return providers
+
+
+def other_builds(paths: Sequence[Path]) -> list[tuple[str, ctypes.CDLL]]:
+    """Libraries by name. Raises ValueError where a name would not tell them apart, native.NotAvailableError where one cannot be loaded."""
+    names = [path.stem for path in paths]
+    for name in names:
+        if names.count(name) > 1 or name.startswith((OURS, EAGER)) or len(name.split()) != 1:
+            raise ValueError(f"{name!r} would stand for a column; name each file otherwise, without spaces and not {OURS}...")
+    return [(path.stem, native.load(path, f"hf-flash2 build --output {path}")) for path in paths]
+
+
+def builds(others: Iterable[tuple[str, ctypes.CDLL]], with_deterministic: bool = False) -> list[Provider]:
+    """Ours, of the family that runs by default, and the same of other builds."""
+    names = {number: name for name, number in native.FAMILIES.items()}
+    family = names[native.forward_family(torch.cuda.current_device())]
+    providers = our_kernels(OURS, family, with_deterministic)
+    for name, library in others:
+        providers += our_kernels(name, family, with_deterministic, library)
+    return providers
 
 
 def dense(problem: Problem, deterministic: bool = False) -> Work:
@@ -582,7 +624,7 @@ def measure(point: Point, providers: Iterable[Provider], device: torch.device, c
     slowest = 0.0
     for provider in providers:
         try:
-            with forced(provider.family):
+            with forced(provider.family, provider.library):
                 call = timed_call(point.mode, provider.prepare(problem))
                 with families_that_ran() as ran:
                     for _ in range(WARM_UP_CALLS):
@@ -601,7 +643,7 @@ def measure(point: Point, providers: Iterable[Provider], device: torch.device, c
     queued: dict[str, list] = {provider.name: [] for provider in calls}
     for _ in range(rounds):
         for provider, call in calls.items():
-            with forced(provider.family):
+            with forced(provider.family, provider.library):
                 queued[provider.name].append(clock.queue(call))
     return {name: clock.milliseconds(timings) for name, timings in queued.items()}
 
@@ -622,18 +664,39 @@ def timed_call(mode: str, work: Work) -> Callable[[], object]:
 
 
 @contextlib.contextmanager
-def forced(family: str | None) -> Iterator[None]:
-    """HF_FLASH2_FAMILY set to this family; None leaves it alone."""
+def forced(family: str | None, library: ctypes.CDLL | None = None) -> Iterator[None]:
+    """HF_FLASH2_FAMILY set to this family, calls going to this library; None leaves either alone."""
     before = os.environ.get("HF_FLASH2_FAMILY")
     if family is not None:
         os.environ["HF_FLASH2_FAMILY"] = family
     try:
-        yield
+        with contextlib.nullcontext() if library is None else in_place(library):
+            yield
     finally:
         if family is not None:
             os.environ.pop("HF_FLASH2_FAMILY")
             if before is not None:
                 os.environ["HF_FLASH2_FAMILY"] = before
+
+
+# Of every library but ours: how its calls run, as ops.plans has it for ours. A plan holds the library that it was made with.
+_plans_of: dict[ctypes.CDLL, dict] = {}
+
+
+@contextlib.contextmanager
+def in_place(library: ctypes.CDLL) -> Iterator[None]:
+    """Another build in the place of our library."""
+    own_library, own_plans = native.library, dict(ops.plans)
+    native.library = lambda: library
+    ops.plans.clear()
+    ops.plans.update(_plans_of.get(library, {}))
+    try:
+        yield
+    finally:
+        _plans_of[library] = dict(ops.plans)
+        ops.plans.clear()
+        ops.plans.update(own_plans)
+        native.library = own_library
 
 
 @contextlib.contextmanager
@@ -663,11 +726,13 @@ def families_that_ran() -> Iterator[set[str]]:
 def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row] = ()) -> list[Row]:
     """Statistics of one point; `baseline` are the rows of the point that ours is compared with."""
     statistics = {name: middle(ms) for name, ms in times.items()}
-    best_rival = min((median for name, (_, median, _) in statistics.items() if not name.startswith((OURS, EAGER))), default=None)
+    rivals = {name: median for name, (_, median, _) in statistics.items() if not name.startswith((OURS, EAGER))}
     rows = []
     for name, (p20, median, p80) in statistics.items():
         tflops = point.tflop / median * 1e3
         ours = name.startswith(OURS)
+        same = [ms for rival, ms in rivals.items() if rival.split()[1:] == name.split()[1:]]  # of other builds
+        best_rival = min(same or rivals.values(), default=None)
         same_family = next((row.tflops for row in baseline if row.provider == family_of(name)), None)
         rows.append(
             Row(

@@ -48,15 +48,20 @@ def library() -> ctypes.CDLL:
             f"the CUDA kernels are not built ({path} does not exist); run `hf-flash2 build`, or reinstall hf_flash2 on a machine "
             "with a C++ compiler and without HF_FLASH2_SKIP_CUDA"
         )
+    lib = load(path, f"hf-flash2 build --output {path}" if named else "hf-flash2 build")
+    version = json.loads(lib.hf_flash2_build_info())["version"]
+    if version != __version__ and not named:  # `hf-flash2 build` writes a file that pip does not know: an uninstall leaves it behind
+        raise NotAvailableError(f"{path} is of hf_flash2 {version}, this is hf_flash2 {__version__}; rebuild it with `hf-flash2 build`")
+    return lib
+
+
+def load(path: Path, rebuild: str) -> ctypes.CDLL:
+    """A library from a file. Raises NotAvailableError with the reason, and `rebuild` as the command to run."""
     try:
         lib = ctypes.CDLL(str(path))
         _declare(lib)
     except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
-        rebuild = f"hf-flash2 build --output {path}" if named else "hf-flash2 build"
         raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `{rebuild}`") from error
-    version = json.loads(lib.hf_flash2_build_info())["version"]
-    if version != __version__ and not named:  # `hf-flash2 build` writes a file that pip does not know: an uninstall leaves it behind
-        raise NotAvailableError(f"{path} is of hf_flash2 {version}, this is hf_flash2 {__version__}; rebuild it with `hf-flash2 build`")
     return lib
 
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "functional": {"ops", "support", "native"},
     "interface": {"packing", "functional", "support", "native", "ops"},
     "bench": {"bench_attention", "bench_train"},
-    "bench_attention": {"bench_shared", "functional", "packing", "kernels", "native"},
+    "bench_attention": {"bench_shared", "functional", "packing", "ops", "kernels", "native"},
     "bench_train": {"bench_shared", "bench_profile", "interface", "native", "ops"},
     "bench_profile": {"bench_shared"},
     "bench_shared": {"__version__"},

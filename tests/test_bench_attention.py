@@ -7,13 +7,14 @@ import itertools
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from hf_flash2 import bench_attention as bench
-from hf_flash2 import cli, kernels, native
+from hf_flash2 import cli, kernels, native, ops
 from hf_flash2.bench_shared import ragged_lengths, read_csv, write_csv
 
 pytestmark = pytest.mark.timeout(120)
@@ -365,6 +366,65 @@ def test_the_family_is_forced_and_put_back(monkeypatch, before):
     assert os.environ.get("HF_FLASH2_FAMILY") == before
     with bench.forced(None):
         assert os.environ.get("HF_FLASH2_FAMILY") == before
+
+
+def test_another_build_is_in_place_for_its_calls_alone(monkeypatch):
+    """With plans of its own: they hold the library that made them."""
+    mine, other = object(), object()
+    monkeypatch.setattr(native, "library", lambda: mine)
+    monkeypatch.setattr(ops, "plans", {"key": "mine"})
+    for expected in ({}, {"key": "other"}):
+        with bench.forced(None, other):
+            assert native.library() is other and ops.plans == expected
+            ops.plans["key"] = "other"
+        assert native.library() is mine and ops.plans == {"key": "mine"}
+    with pytest.raises(LookupError), bench.forced("sm90", other):
+        raise LookupError
+    assert native.library() is mine and ops.plans == {"key": "mine"}
+
+
+def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
+    mine, other, called = object(), object(), []
+    monkeypatch.setattr(native, "library", lambda: mine)
+
+    def provider(name, library):
+        def prepare(problem):
+            work = bench.dense(problem)
+            return work._replace(attend=lambda: called.append((name, native.library())) or work.attend())
+
+        return bench.Provider(name, prepare, ("dense",), library=library)
+
+    point = dataclasses.replace(SMALL["dense"], mode="fwd")
+    bench.measure(point, [provider("now", None), provider("before", other)], torch.device("cpu"), FakeClock())
+    assert set(called) == {("now", mine), ("before", other)}
+    assert len(called) == 2 * (bench.WARM_UP_CALLS + 1 + bench.MIN_ROUNDS)
+
+
+def test_other_builds_stand_in_the_place_of_the_rivals(few_calls, monkeypatch):
+    """Each is compared with the same kernels: padded with padded, though packed is faster."""
+    monkeypatch.setattr(native, "forward_family", lambda index: 90)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = bench.builds([("before", object())], with_deterministic=True)
+    kinds = ["sm90", "sm90 padded", "sm90 packed", "sm90 deterministic"]
+    assert [provider.name for provider in found] == [f"{build} {kind}" for build in ("hf_flash2", "before") for kind in kinds]
+    assert [provider.library is None for provider in found] == [True] * 4 + [False] * 4
+    times = {"hf_flash2 sm90 padded": 2.0, "hf_flash2 sm90 packed": 1.0, "before sm90 padded": 3.0, "before sm90 packed": 1.1}
+    rows = bench.rows_of(SMALL["ragged"], {name: [ms] * 3 for name, ms in times.items()})
+    assert [row.percent_of_best_rival for row in rows] == [pytest.approx(150), pytest.approx(110), None, None]
+
+
+@pytest.mark.parametrize(
+    ("paths", "reason"),
+    (
+        (["a/old.so", "b/old.so"], "'old' would stand for a column"),
+        (["hf_flash2_old.so"], "name each file otherwise"),
+        (["an old one.so"], "without spaces"),
+        (["nowhere.so"], "nowhere.so cannot be loaded"),
+    ),
+)
+def test_builds_that_cannot_be_told_apart_or_loaded(paths, reason):
+    with pytest.raises((ValueError, native.NotAvailableError), match=reason):
+        bench.other_builds([Path(path) for path in paths])
 
 
 def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkeypatch):
