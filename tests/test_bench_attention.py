@@ -413,6 +413,23 @@ def test_other_builds_stand_in_the_place_of_the_rivals(few_calls, monkeypatch):
     assert [row.percent_of_best_rival for row in rows] == [pytest.approx(150), pytest.approx(110), None, None]
 
 
+def test_the_command_takes_other_builds(monkeypatch, capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    timed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(native, "reason_unavailable", lambda index: None)
+    monkeypatch.setattr(native, "forward_family", lambda index: 90)
+    monkeypatch.setattr(native, "load", lambda path, rebuild: object())
+    monkeypatch.setattr(bench, "CudaClock", lambda device: None)
+    monkeypatch.setattr(bench, "benchmark", lambda args, providers, device, clock: timed.append([x.name for x in providers]) or 0)
+    assert bench.run(parser.parse_args(["--against", "builds/before.so"])) == 0
+    assert timed == [[f"{build} sm90{kind}" for build in ("hf_flash2", "before") for kind in ("", " padded", " packed")]]
+    assert bench.run(parser.parse_args(["--against", "a/before.so", "b/before.so"])) == 2
+    assert "--against: 'before' would stand for a column" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("paths", "reason"),
     (
