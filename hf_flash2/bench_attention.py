@@ -335,8 +335,8 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     if args.against:
         try:
-            providers = builds(other_builds(args.against), args.deterministic)
-        except (ValueError, native.NotAvailableError) as error:
+            providers = builds(other_builds(args.against), args.eager, args.deterministic)
+        except (ValueError, native.NotAvailableError, native.LibraryError) as error:
             print(f"hf-flash2 bench attention: --against: {error}", file=sys.stderr)
             return 2
     else:
@@ -469,7 +469,11 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
     fa4 = flash_attn_4()
     if fa4 is not None:
         providers.append(Provider(FA4, partial(other_flash, fa4), ("dense",)))
-    return providers + [Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))] * with_eager
+    return providers + [eager_provider()] * with_eager
+
+
+def eager_provider() -> Provider:
+    return Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))
 
 
 def our_kernels(name: str, family: str, with_deterministic: bool, library: ctypes.CDLL | None = None) -> list[Provider]:
@@ -491,17 +495,17 @@ def other_builds(paths: Sequence[Path]) -> list[tuple[str, ctypes.CDLL]]:
     for name in names:
         if names.count(name) > 1 or name.startswith((OURS, EAGER)) or len(name.split()) != 1:
             raise ValueError(f"{name!r} would stand for a column; name each file otherwise, without spaces and not {OURS}...")
-    return [(path.stem, native.load(path, f"hf-flash2 build --output {path}")) for path in paths]
+    return [(name, native.load(path, f"hf-flash2 build --output {path}")) for name, path in zip(names, paths, strict=True)]
 
 
-def builds(others: Iterable[tuple[str, ctypes.CDLL]], with_deterministic: bool = False) -> list[Provider]:
-    """Ours, of the family that runs by default, and the same of other builds."""
+def builds(others: Iterable[tuple[str, ctypes.CDLL]], with_eager: bool = False, with_deterministic: bool = False) -> list[Provider]:
+    """Ours, of the family that runs, which HF_FLASH2_FAMILY may name, and the same of other builds."""
     names = {number: name for name, number in native.FAMILIES.items()}
-    family = names[native.forward_family(torch.cuda.current_device())]
+    family = names[native.forward_family(torch.cuda.current_device(), native.forced_family())]
     providers = our_kernels(OURS, family, with_deterministic)
     for name, library in others:
         providers += our_kernels(name, family, with_deterministic, library)
-    return providers
+    return providers + [eager_provider()] * with_eager
 
 
 def dense(problem: Problem, deterministic: bool = False) -> Work:

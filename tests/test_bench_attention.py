@@ -402,8 +402,9 @@ def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
 
 def test_other_builds_stand_in_the_place_of_the_rivals(few_calls, monkeypatch):
     """Each is compared with the same kernels: padded with padded, though packed is faster."""
-    monkeypatch.setattr(native, "forward_family", lambda index: 90)
+    monkeypatch.setattr(native, "forward_family", lambda index, asked: asked or 90)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
     found = bench.builds([("before", object())], with_deterministic=True)
     kinds = ["sm90", "sm90 padded", "sm90 packed", "sm90 deterministic"]
     assert [provider.name for provider in found] == [f"{build} {kind}" for build in ("hf_flash2", "before") for kind in kinds]
@@ -417,15 +418,19 @@ def test_the_command_takes_other_builds(monkeypatch, capsys):
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     timed = []
+    monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(native, "reason_unavailable", lambda index: None)
-    monkeypatch.setattr(native, "forward_family", lambda index: 90)
+    monkeypatch.setattr(native, "forward_family", lambda index, asked: asked or 90)
     monkeypatch.setattr(native, "load", lambda path, rebuild: object())
     monkeypatch.setattr(bench, "CudaClock", lambda device: None)
     monkeypatch.setattr(bench, "benchmark", lambda args, providers, device, clock: timed.append([x.name for x in providers]) or 0)
     assert bench.run(parser.parse_args(["--against", "builds/before.so"])) == 0
     assert timed == [[f"{build} sm90{kind}" for build in ("hf_flash2", "before") for kind in ("", " padded", " packed")]]
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm80")
+    assert bench.run(parser.parse_args(["--against", "before.so", "--eager"])) == 0
+    assert [name for name in timed[1] if " padded" not in name and " packed" not in name] == ["hf_flash2 sm80", "before sm80", "eager"]
     assert bench.run(parser.parse_args(["--against", "a/before.so", "b/before.so"])) == 2
     assert "--against: 'before' would stand for a column" in capsys.readouterr().err
 
