@@ -20,6 +20,12 @@ constexpr int kPreprocessThreads = 256;
 // kernel in that order, too (sm90/backward_convert.cuh), one H200, d 128 causal, batch 2, 64/8 heads at 1k, 2k, 4k 372 498 518 -> 384 502 523
 // TFLOP/s, 32/32 at 1k 290 -> 295; in the papers' shapes 0 to 1 %. Tried and left: the loads of all rows under way together, 0 to 2 us faster at
 // d 128, 4 to 7 slower at d 64; heads before blocks: level.
+// Tried and left, as this is 41 of 402 us at d 128 causal 1k: delta found by whichever thread block comes to a query block first, from dO, which it
+// loads anyway, while the others wait: d 128 causal at 1k, 4k, 16k 422 606 628 -> 371 365 361. By two spare warps of every thread block, head
+// after head a little before tasks need them, the first heads by a kernel before: d 128 causal at 512, 1k, 4k, 16k 277 420 565 623 -> 278 428
+// 580 601, d 64 237 369 488 -> 247 380 493 (to 4k), 64/8 heads at 1k, 4k 374 564 -> 364 556. Of the 34 us saved at 1k the consumers lose 28:
+// the sums want what they lack, instructions and shared memory. By mma.sync they would want less, but that is not for warps with 24 registers
+// (ptxas C7507).
 template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();
