@@ -1,5 +1,6 @@
 """README.md's figures are those of the committed data."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_how_far_ahead(mode, title):
     everywhere, *numbers = said.groups()
     assert [int(number) for number in numbers] == [round(limit) for limit in limits]
     assert (everywhere is not None) == (min(limits) > 0)
+
+
+def test_beside_flash_attention_4():
+    rows, _ = read_csv(DOCS / "attention_fa4.csv", bench_attention.Row)
+    tflops = {(row.mode, row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows}
+    measured = []
+    for mode, head_dim, causal in itertools.product(("fwd", "bwd"), (64, 128), (False, True)):
+        points = [(mode, head_dim, causal, seqlen) for seqlen in (1024, 4096, 16384)]
+        percent = [f"{100 * tflops[(*point, 'hf_flash2 sm90')] / tflops[(*point, bench_attention.FA4)]:.0f}" for point in points]
+        measured.append([{"fwd": "forward", "bwd": "backward"}[mode], str(head_dim), "causal" if causal else "full", *percent])
+    assert table_below("FlashAttention-4 (flash-attn-4 4.0.0b36) in the same process") == measured
 
 
 def test_a_training_step():

@@ -123,9 +123,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // anyway, and the long ones of the last would start too late.
   // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
   // -> 442 491 524, d 128 511 556 574 -> 515 561 579, d 192/128 436 446 460 -> 459 488 499, d 256 at 8k, 16k 384 422 -> 403 433.
-  // One head, to d 128, where its key blocks alone make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k, causal, d 128, batch 1, 2, 618 584 ->
-  // 629 623, d 96 464 -> 474, d 64 (4 -> 1) level; where there are fewer key blocks, as at 12k, it loses 3 %, and other numbers of heads are
-  // level at 4k and 8k.
+  // One head, to d 128, where its key blocks alone make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k, causal, d 128, batch 1
+  // and 2, 618 584 -> 629 623, d 96 464 -> 474, d 64 (4 -> 1) level; where there are fewer key blocks, as at 12k, it loses 3 %, and other numbers
+  // of heads are level at 4k and 8k.
   // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by
   // themselves. Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at
   // once, nobody waits.
