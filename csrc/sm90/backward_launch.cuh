@@ -123,9 +123,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // anyway, and the long ones of the last would start too late.
   // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
   // -> 442 491 524, d 128 511 556 574 -> 515 561 579, d 192/128 436 446 460 -> 459 488 499, d 256 at 8k, 16k 384 422 -> 403 433.
-  // One head, to d 128, where its key blocks alone make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k, causal, d 128, batch 1
-  // and 2, 618 584 -> 629 623, d 96 464 -> 474, d 64 (4 -> 1) level; where there are fewer key blocks, as at 12k, it loses 3 %, and other numbers
-  // of heads are level at 4k and 8k.
+  // One head, to d 128, where all have as many key blocks, and these make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k,
+  // causal, d 128, batch 1 and 2, 618 584 -> 629 623, d 96 464 -> 474, d 64 (4 -> 1) level; where there are fewer key blocks, as at 12k, it loses
+  // 3 %, and other numbers of heads are level at 4k and 8k.
   // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by
   // themselves. Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at
   // once, nobody waits.
@@ -142,11 +142,11 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int64_t query_heads =
       heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
   int heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_of_rounds(1));
-  const bool equal = forward.sequences_k.cu_seqlens == nullptr && forward.sequences_k.ranges == nullptr;
-  if (Shape::kHeadDim <= 128 && is_triangular(forward) && equal && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     heads_at_once = heads_of_rounds(forward.window_right < 0 && Shape::kHeadDim != 128 ? 2 : 1);
+  } else if (Shape::kHeadDim <= 128 && is_triangular(forward) && !arguments.counts_units() && 20 * key_blocks >= 19 * computing) {
+    heads_at_once = 1;
   }
   arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;

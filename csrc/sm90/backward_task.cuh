@@ -44,7 +44,7 @@ struct BackwardArguments {
   // Key heads, or splits of their groups: a task has a key block of one.
   __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(shares.splits.divisor); }
   // Only the device knows which of the scheduler's units there are.
-  __device__ __forceinline__ bool counts_units() const {
+  __host__ __device__ __forceinline__ bool counts_units() const {
     return params.forward.sequences_k.cu_seqlens != nullptr || params.forward.sequences_k.ranges != nullptr;
   }
   template <typename Shape>
