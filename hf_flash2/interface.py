@@ -264,6 +264,7 @@ _MAYBE_DOCUMENTS = (
 )
 _CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
 _ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
+_UNSAID_WINDOW = "its layers leave their sliding window to the mask"
 _GIVEN_4D = "a 4-D attention mask was given"
 
 
@@ -466,9 +467,11 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
     if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
         return _Pattern(_CUSTOM_PATTERN)
-    if "allow_is_bidirectional_skip" not in kwargs:
-        return _Pattern()
-    return _Pattern(causal=False) if _adds_the_token_itself(type(kwargs["config"])) else _Pattern(_ONE_SHORT)
+    config_class = type(kwargs["config"])
+    if "allow_is_bidirectional_skip" in kwargs:
+        return _Pattern(causal=False) if _adds_the_token_itself(config_class) else _Pattern(_ONE_SHORT)
+    sees_all = kwargs["local_size"] >= kv_offset + kv_length
+    return _Pattern() if sees_all or _hands_on_its_window(config_class) else _Pattern(_UNSAID_WINDOW)
 
 
 def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
@@ -478,8 +481,11 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
     match mask_function.__qualname__.partition(".")[0]:
         case "causal_mask_function":
             return _Pattern()
-        case "bidirectional_mask_function" | "sliding_window_overlay":
+        case "bidirectional_mask_function":
             return _Pattern(causal=False)
+        case "sliding_window_overlay":
+            sees_all = closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if sees_all or _hands_on_its_window(type(config)) else _Pattern(_UNSAID_WINDOW)
         case "sliding_window_bidirectional_overlay":
             sees_all = closed_over["sliding_window"] >= keys_end
             return _Pattern(causal=False) if sees_all or _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
@@ -505,8 +511,27 @@ def _adds_the_token_itself(config_class: type) -> bool:
     Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
     say of a causal window.
     """
-    source = _source(config_class.__module__.replace(".configuration_", ".modeling_"))
-    return re.search(r"sliding_window \+ 1\b", source) is not None
+    return re.search(r"sliding_window \+ 1\b", _modeling_source(config_class)) is not None
+
+
+@torch.compiler.assume_constant_result
+def _hands_on_its_window(config_class: type) -> bool:
+    """Whether the layers of these models tell the attention function of their window. Those of PhiMoE and Qwen2-MoE do not: theirs is in
+    the mask alone. True where no layer's source is at hand."""
+    source = _modeling_source(config_class)
+    return "attention_interface(" not in source or re.search(_CALL_WITH_WINDOW, source) is not None
+
+
+def leaves_window_to_mask(config: Any) -> bool:
+    """Whether a model with this config has layers with a window that only the mask knows."""
+    return bool(getattr(config, "sliding_window", None)) and not _hands_on_its_window(type(config))
+
+
+_CALL_WITH_WINDOW = re.compile(r"\battention_interface\((?:[^()]|\([^()]*\))*\bsliding_window=")
+
+
+def _modeling_source(config_class: type) -> str:
+    return _source(config_class.__module__.replace(".configuration_", ".modeling_"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- the attention
@@ -559,6 +584,11 @@ def hf_flash2_attention(
         ValueError: an argument that cannot be honoured, by name.
     """
     if cache is not None:
+        if sliding_window is None and leaves_window_to_mask(module.config):
+            raise ValueError(
+                f"{type(module).__name__} cannot run in continuous batching: {_UNSAID_WINDOW}, and there is none; "
+                "use generate, or config.sliding_window=None if no sequence is longer than the window"
+            )
         key, value = _update_paged_cache(module, key, value, cache, kwargs)
         attention_mask = None  # made from the queries' position_ids alone; the lengths that come with the cache say all
     if scaling is None and hasattr(module, "scale_attn_weights"):
@@ -654,9 +684,12 @@ def _layout(attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents
     if attention_mask is None:
         return None, _given_documents(q, k, kwargs) or _restarting_documents(q, k, kwargs.get("position_ids")), None
     if attention_mask.dim() == 4:
-        undecided = getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS
-        documents = _given_documents(q, k, kwargs) if undecided else None
-        return None, documents, attention_mask if documents is None else None
+        documents = _given_documents(q, k, kwargs)
+        if documents is None:
+            return None, None, attention_mask
+        if getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS:
+            return None, documents, None
+        return None, None, _within_documents(attention_mask, documents, q.shape[:2], k.shape[:2])
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
     sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
@@ -687,6 +720,20 @@ def _given_documents(q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documen
         q.shape[0] * q.shape[1] if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] * k.shape[1] if max_seqlen_k is None else max_seqlen_k,
     )
+
+
+def _within_documents(mask: torch.Tensor, documents: _Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:
+    """A 4-D mask, bool or additive, that sees nothing of other documents; queries and keys are (B, S)."""
+
+    def numbers(cu_seqlens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        token = torch.arange(shape.numel(), device=mask.device)
+        return torch.bucketize(token, cu_seqlens[1:], right=True).unflatten(0, shape)
+
+    number_q, number_k = numbers(documents.cu_seqlens_q, queries), numbers(documents.cu_seqlens_k, keys)
+    same = number_q[:, None, :, None] == number_k[:, None, None, :]
+    columns = mask[..., : keys[1]]
+    within = columns & same if mask.dtype == torch.bool else columns.masked_fill(~same, float("-inf"))
+    return _attach(within, getattr(mask, _ATTRIBUTE, _GIVEN_4D))
 
 
 def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> _Documents | None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..interface import leaves_window_to_mask
 from .binding import LAYER
 
 
@@ -42,6 +43,8 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
         return f"its {name} does not make Transformers' causal mask itself, the one that packing knows how to replace"
     if "create_causal_mask" not in makers or makers - _MASKS - {"create_bidirectional_mask"}:  # that one: GPT-2's, of the encoder's tokens
         return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers))})"
+    if leaves_window_to_mask(base.config):
+        return "its layers leave their sliding window to the mask, and packed rows have none"
     other_use = _other_use_of_the_mask(type(base))
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"

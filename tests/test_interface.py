@@ -26,13 +26,13 @@ def routes(model, **inputs) -> set[str]:
     return {route for layer in calls.values() for route in layer}
 
 
-def assert_logits_match(family: str, device, dtype, mask: torch.Tensor | None, expected_route: str, **inputs) -> None:
+def assert_logits_match(family: str, device, dtype, mask: torch.Tensor | None, *expected_routes: str, **inputs) -> None:
     ours, eager = tiny.twins(family, device, dtype)
     inputs["attention_mask"] = mask
     kept = tiny.real(mask, inputs["input_ids"])
     truth = logits(tiny.eager_in_float32(eager), **inputs)[kept]
     tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
-    assert routes(ours, **inputs) == {expected_route}
+    assert routes(ours, **inputs) == set(expected_routes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,6 +74,28 @@ def test_a_bidirectional_window_that_layers_take_for_a_causal_one(padding, devic
     real = tiny.real(inputs["attention_mask"], truth)
     tiny.assert_as_exact_as_eager(found[real], expected[real], truth[real])
     assert next(iter(calls.values())) == ["sdpa"]  # the first layer, which has the window
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its layers hand on their window before Transformers 5")
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_window_that_is_only_in_the_mask(padding, device):
+    mask, kernel = tiny.attention_mask(padding, device), "dense" if padding == "dense" else "padded"
+    assert_logits_match("qwen2_moe", device, DTYPES[0], mask, "sdpa", kernel, input_ids=tiny.tokens(device))
+    mask = mask if mask is None else mask[:, -5:]  # no longer than the window
+    assert_logits_match("qwen2_moe", device, DTYPES[0], mask, kernel, input_ids=tiny.tokens(device, seqlen=5))
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its layers hand on their window before Transformers 5")
+def test_documents_under_a_window_that_is_only_in_the_mask(device):
+    """By cu_seqlens alone: their positions do not restart, so the mask does not know them."""
+    ours, eager = tiny.twins("qwen2_moe", device, DTYPES[0])
+    ids, bounds = tiny.tokens(device, 1), torch.tensor([0, 7, SEQLEN], dtype=torch.int32, device=device)
+    flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    found = logits(ours, input_ids=ids, position_ids=torch.arange(SEQLEN, device=device)[None], use_cache=False, **flash)
+    for first, end in ((0, 7), (7, SEQLEN)):
+        alone = {"input_ids": ids[:, first:end], "position_ids": torch.arange(first, end, device=device)[None], "use_cache": False}
+        truth = logits(tiny.eager_in_float32(eager), **alone)
+        tiny.assert_as_exact_as_eager(found[:, first:end], logits(eager, **alone), truth)
 
 
 def test_a_decoder_made_bidirectional_sees_the_future(device):
@@ -326,6 +348,14 @@ def test_continuous_batching(family, device):
     for name, prompt in zip(sorted(answers), prompts, strict=True):
         alone = eager.generate(torch.tensor([prompt], device=device), eos_token_id=None, **arguments)
         assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
+def test_continuous_batching_has_no_mask_to_leave_a_window_to(device):
+    layer = tiny.model("qwen2_moe", device=device).model.layers[0].self_attn
+    q = torch.zeros(1, 4, 3, 16, device=device)
+    with pytest.raises(ValueError, match="Qwen2MoeAttention cannot run in continuous batching: its layers leave their sliding window"):
+        interface.hf_flash2_attention(layer, q, q[:, :2], q[:, :2], None, cache=object())
 
 
 # ------------------------------------------------------------------------------------------------------------------ no host synchronisation

@@ -63,6 +63,14 @@ def test_a_bidirectional_window_that_layers_take_for_a_causal_one(device, notice
     assert len(notices()) == 1 and "T5GemmaSelfAttention runs on torch's scaled_dot_product_attention" in notices()[0]
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its layers hand on their window before Transformers 5")
+def test_a_window_that_is_only_in_the_mask(device, notices):
+    mask = tiny.attention_mask("left", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    assert_compiled_matches_eager("qwen2_moe", device, mask.bool(), **inputs)
+    assert len(notices()) == 1 and "its layers leave their sliding window to the mask" in notices()[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_unpadded_model_without_a_mask(family, device, notices):
     """position_ids cannot be looked at for documents while compiling: exact by SDPA, and said once."""

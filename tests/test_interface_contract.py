@@ -427,6 +427,19 @@ def test_a_4d_mask_goes_to_sdpa_with_one_warning(form, notices, device):
     assert len(notices()) == 1 and "Layer" in notices()[0] and "4-D" in notices()[0]
 
 
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_documents_beside_a_4d_mask(form, device):
+    """Both count."""
+    q, k, v = qkv(device, batch=1)
+    visible = torch.rand(1, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    visible |= torch.eye(SEQLEN, dtype=torch.bool, device=device)
+    mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, torch.finfo(torch.float32).min)
+    bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+    number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds[1:], right=True)
+    found = attention(Layer(), q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    assert_close(found, expected(q, k, v, visible & (number == number.unsqueeze(1))))
+
+
 def test_a_mask_of_another_rank_is_refused(device):
     q, k, v = qkv(device)
     with pytest.raises(ValueError, match=r"2 or 4 dimensions, got \[4, 12, 12\]"):

@@ -58,6 +58,11 @@ FAMILIES = {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
         "max_position_embeddings": 128,
     }),
+    # its layers leave their window to the mask; all experts take part, so that rounding changes no route
+    "qwen2_moe": ("Qwen2MoeForCausalLM", _DECODER | {
+        "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    }),
     # what must be refused
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
     "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
