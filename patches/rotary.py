@@ -56,8 +56,14 @@ def rotary_attention(
 def _rotate(
     apply_rotary_pos_emb: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated, by our kernel where it takes them and the family's function is the one of Transformers."""
-    if apply_rotary_pos_emb.__module__.startswith("transformers.") and rotary.can_fuse(q, k, cos, sin):
+    """q and k rotated, by our kernel where it takes them and the family's function is the one of Transformers.
+
+    Somebody else's function gets what upstream's forward gives it: Liger's, for one, takes [B, H, S, D] whatever unsqueeze_dim says.
+    """
+    if not apply_rotary_pos_emb.__module__.startswith("transformers."):
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+    if rotary.can_fuse(q, k, cos, sin):
         return rotary.apply_rotary(q, k, cos, sin, in_place=in_place)
     return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
