@@ -22,9 +22,11 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
@@ -640,7 +642,7 @@ def attend(
         _notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
-    sequences, documents, dense_mask = _layout(attention_mask, q, k, kwargs)
+    sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
     known = getattr(attention_mask, _ATTRIBUTE, None)
     if isinstance(known, _Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
@@ -679,10 +681,11 @@ def _refuse(module: torch.nn.Module, name: str) -> None:
     )
 
 
-def _layout(attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents | None, torch.Tensor | None]:
+def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents | None, torch.Tensor | None]:
     """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask)."""
     if attention_mask is None:
-        return None, _given_documents(q, k, kwargs) or _restarting_documents(q, k, kwargs.get("position_ids")), None
+        documents = _given_documents(q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
+        return None, documents, None
     if attention_mask.dim() == 4:
         documents = _given_documents(q, k, kwargs)
         if documents is None:
@@ -736,17 +739,32 @@ def _within_documents(mask: torch.Tensor, documents: _Documents, queries: torch.
     return _attach(within, getattr(mask, _ATTRIBUTE, _GIVEN_4D))
 
 
-def _restarting_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> _Documents | None:
+class _LookedAt(NamedTuple):
+    """What position_ids held when the first layer of a forward looked at them."""
+
+    documents: _Documents | None
+    version: int | None  # torch's counter of changes in place, which tensors of torch.inference_mode do not have
+    layers: WeakSet[torch.nn.Module]  # those of this forward so far; one that comes again is of another forward
+
+
+_positions = WeakTensorKeyDictionary()  # not on the tensor: it is the user's, who may save it
+
+
+def _restarting_documents(
+    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None
+) -> _Documents | None:
     """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
     if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.is_meta:
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
         return None
-    found = getattr(position_ids, _ATTRIBUTE, None)
-    if found is None:
-        found = (_Documents.same(packing.documents_from_position_ids(position_ids)),)
-        setattr(position_ids, _ATTRIBUTE, found)
-    return found[0]
+    version = None if position_ids.is_inference() else position_ids._version
+    known: _LookedAt | None = _positions.get(position_ids)
+    if known is None or known.version != version or module in known.layers:
+        known = _LookedAt(_Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
+        _positions[position_ids] = known
+    known.layers.add(module)
+    return known.documents
 
 
 def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

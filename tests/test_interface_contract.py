@@ -523,6 +523,21 @@ def test_positions_are_looked_at_once_for_all_layers(device, monkeypatch):
     assert len(looked) == 1
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_may_change_in_place_between_forwards(mode, device, tmp_path):
+    """As in a buffer that is used for one batch after another; what was found there is no part of the tensor, which may be saved."""
+    layer, number = Layer(), torch.arange(SEQLEN, device=device) // 5
+    with mode():
+        q, k, v = qkv(device, batch=1)
+        position_ids = torch.arange(SEQLEN, device=device)[None].clone()
+        one = causal_band(device=device)
+        for document, visible in ((number * 0, one), (number, one & (number == number.unsqueeze(1))), (number * 0, one)):
+            position_ids.copy_(torch.arange(SEQLEN, device=device) - 5 * document)
+            assert_close(attention(layer, q, k, v, position_ids=position_ids), expected(q, k, v, visible))
+        torch.save(position_ids, tmp_path / "positions")
+    assert torch.equal(torch.load(tmp_path / "positions", weights_only=True), position_ids)
+
+
 def test_documents_by_cu_seqlens_of_queries_and_keys(device):
     """As vision towers pass them: one row, not causal, lengths as tensors."""
     q, k, v = qkv(device, batch=1)
