@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from ..interface import CALLS
 
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
+REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
 IMPLEMENTATION = "_attn_implementation_internal"  # where Transformers keeps the implementation in a config; never saved
 
 
@@ -51,9 +52,27 @@ def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
         slot = _slot(module)
         layer.previous = vars(module).get(slot)
         setattr(module, slot, MethodType(forward, module))
+        setattr(module, REPLICATE, MethodType(_replicate, module))
     setattr(module, LAYER, layer)
     setattr(module, CALLS, Counter())
     return vars(module)[CALLS]
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """A replica as its class makes it, a copy of the instance's dictionary, whose forward is ours for the replica: not for the original,
+    whose weights are on another device. Trainer uses DataParallel by itself where one process sees several GPUs."""
+    replica = getattr(type(module), REPLICATE)(module)
+    for slot in _slots_of_ours(replica):
+        setattr(replica, slot, MethodType(vars(module)[LAYER].forward, replica))
+    return replica
+
+
+def _slots_of_ours(module: nn.Module) -> list[str]:
+    """The instance attributes that hold our forward. Hooks may have come or gone since it was bound."""
+    forward = vars(module)[LAYER].forward
+    return [
+        slot for slot in ("forward", "_old_forward") if forward is not None and getattr(vars(module).get(slot), "__func__", None) is forward
+    ]
 
 
 def _slot(module: nn.Module) -> str:
@@ -102,12 +121,12 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
 
 
 def unbind(module: nn.Module) -> None:
-    """Undo `bind`. Hooks may have come or gone since, so our forward is put out of whichever place it stands in."""
+    """Undo `bind`."""
+    slots = _slots_of_ours(module)
     layer: BoundLayer = vars(module).pop(LAYER)
     del vars(module)[CALLS]
-    for slot in ("forward", "_old_forward"):
-        if layer.forward is None or getattr(vars(module).get(slot), "__func__", None) is not layer.forward:
-            continue
+    vars(module).pop(REPLICATE, None)
+    for slot in slots:
         if layer.previous is not None:
             setattr(module, slot, layer.previous)
         elif slot == "forward":

@@ -139,6 +139,34 @@ def test_hooks_removed_from_a_patched_model():
     assert set(report.calls.values()) == {1}
 
 
+def data_parallel_replica(model: torch.nn.Module) -> torch.nn.Module:
+    """What torch.nn.parallel.replicate makes of a model for another GPU, on the CPU: the same calls, its parameters copied."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module.named_children():
+            setattr(replica, name, replicas[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach().clone())
+    return replicas[model]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replica_of_data_parallel_runs_on_its_own_weights(family, packed):
+    model = small_models.model(family)
+    inputs, real = small_models.batch("left") | {"use_cache": False}, small_models.key_mask("left").bool()
+    with torch.no_grad():
+        expected = model(**inputs).logits[real]
+        report = hf_flash2.patch(model, packed=packed)
+        replica = data_parallel_replica(model)
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        assert_close({"logits": replica(**inputs).logits[real]}, {"logits": expected})
+    assert set(report.calls.values()) == {1}
+    hf_flash2.unpatch(model)
+    assert "_replicate_for_data_parallel" not in {name for module in model.modules() for name in vars(module)}
+
+
 def test_a_dispatched_model():
     model = small_models.model("mistral")
     expected = loss_and_gradients(model)
