@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import packing
+from . import ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .support import reason_unsupported
 
 NAME = "hf_flash2"
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
-CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: a Counter of the routes its calls took
+CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: its Calls
 
 logger = logging.getLogger(NAME)
 
@@ -68,6 +69,12 @@ def is_strict() -> bool:
     return _SWITCH[value.lower()]
 
 
+class Calls(Counter[str]):
+    """How often the calls of a layer took which route, and the backend that the last one of the op ran on. Not under torch.compile."""
+
+    backend: str | None = None
+
+
 @contextlib.contextmanager
 def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
     """Collect, per attention module, the route of each call: "dense", "padded", "documents" or "sdpa". Not under torch.compile."""
@@ -84,9 +91,15 @@ def _record(module: torch.nn.Module, route: str) -> None:
         return
     if _calls is not None:
         _calls.setdefault(module, []).append(route)
-    counter = vars(module).get(CALLS)
-    if counter is not None:
-        counter[route] += 1
+    calls: Calls | None = vars(module).get(CALLS)
+    if calls is not None:
+        calls[route] += 1
+
+
+def _record_backend(module: torch.nn.Module) -> None:
+    calls: Calls | None = vars(module).get(CALLS)
+    if calls is not None and not torch.compiler.is_compiling():
+        calls.backend = ops.last_backend()
 
 
 @torch.compiler.assume_constant_result  # so that a compiled model warns too, while it is being traced
@@ -651,6 +664,7 @@ def attend(
         out = _run_kernel(
             module, q, k, v, sequences, documents, dropout, scaling, causal, sliding_window, bool(kwargs.get("deterministic"))
         )
+        _record_backend(module)
     else:
         _fall_back(module, reason)
         out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window)
@@ -687,6 +701,10 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
         documents = _given_documents(q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
         return None, documents, None
     if attention_mask.dim() == 4:
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"a 4-D attention_mask must be bool (True = visible) or floating point (added to the scores), got {attention_mask.dtype}"
+            )
         documents = _given_documents(q, k, kwargs)
         if documents is None:
             return None, None, attention_mask
@@ -808,6 +826,8 @@ def _fall_back(module: torch.nn.Module, reason: str) -> None:
     if is_strict():
         raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
     _record(module, "sdpa")
+    if not torch.compiler.is_compiling():
+        ops.note_sdpa()
     _notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
 
 

@@ -44,8 +44,15 @@ _last_backend: int | str | None = None
 
 
 def last_backend() -> str | None:
-    """Which backend the last attention call of this process ran on: "cuda-sm80", "cuda-sm90", "cpu-reference", or None before any call."""
+    """Which backend the last attention call of this process ran on: "cuda-sm80", "cuda-sm90", "cpu-reference"; "sdpa" where a model's layer
+    was left to torch (the warning says why); None before any call."""
     return f"cuda-sm{_last_backend}" if isinstance(_last_backend, int) else _last_backend
+
+
+def note_sdpa() -> None:
+    """A call went to torch's scaled_dot_product_attention in place of the op."""
+    global _last_backend
+    _last_backend = "sdpa"
 
 
 def expected_backend(device: torch.device) -> str:

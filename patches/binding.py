@@ -7,7 +7,6 @@ own record, refers to nothing of the original, and can be unpatched by itself.
 import copy
 import inspect
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -15,7 +14,7 @@ from types import FunctionType, MethodType
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..interface import CALLS
+from ..interface import CALLS, Calls
 
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
@@ -42,8 +41,8 @@ class BoundLayer:
         return super().__reduce_ex__(protocol)
 
 
-def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
-    """Let `forward` (None: leave the module's own) run for this module alone, and return the counter of its calls.
+def bind(module: nn.Module, forward: FunctionType | None) -> Calls:
+    """Let `forward` (None: leave the module's own) run for this module alone, and return the record of its calls.
 
     A module that accelerate has hooked keeps its hook: the hook calls `_old_forward`, and that is what is replaced then.
     """
@@ -54,7 +53,7 @@ def bind(module: nn.Module, forward: FunctionType | None) -> Counter[str]:
         setattr(module, slot, MethodType(forward, module))
         setattr(module, REPLICATE, MethodType(_replicate, module))
     setattr(module, LAYER, layer)
-    setattr(module, CALLS, Counter())
+    setattr(module, CALLS, Calls())
     return vars(module)[CALLS]
 
 

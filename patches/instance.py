@@ -55,6 +55,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     target = pretrained_model(model)
     existing = vars(target).get(_PATCH)
     if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
+        existing.report.expected_backend = _backend(target)
         return existing.report
     unpatch(model)
     backend = _backend(target)

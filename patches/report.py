@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..interface import Calls
+
 
 @dataclass
 class PatchReport:
@@ -12,7 +14,8 @@ class PatchReport:
         model: class name of the patched model, e.g. "LlamaForCausalLM".
         family: how its layers reach the kernels: "llama", "mistral", "gpt2" where their own forward is replaced, else "interface"; several
             are joined by " + ".
-        backend: what runs on the device the model is on now: "cuda-sm80", "cuda-sm90" or "cpu-reference".
+        expected_backend: what runs on the device the model was on when `patch` was called last: "cuda-sm80", "cuda-sm90" or
+            "cpu-reference".
         previous: the attention implementation it had, e.g. "sdpa".
         layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents" are
             our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
@@ -23,12 +26,18 @@ class PatchReport:
 
     model: str
     family: str
-    backend: str
+    expected_backend: str
     previous: str
-    layers: dict[str, Counter[str]] = field(default_factory=dict)
+    layers: dict[str, Calls] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     forwards: Counter[str] | None = None
     loss: str | None = None
+
+    @property
+    def backend(self) -> str:
+        """What the layers' last calls ran on, in the words of `expected_backend`; before any call, that itself."""
+        ran_on = {calls.backend for calls in self.layers.values() if calls.backend is not None}
+        return ", ".join(sorted(ran_on)) or self.expected_backend
 
     @property
     def patched(self) -> int:
@@ -53,7 +62,9 @@ class PatchReport:
         ]
         lines += [f"  skipped   {name}: {reason}" for name, reason in self.skipped.items()]
         routes = sum(self.layers.values(), Counter())
-        lines.append(f"  calls     {', '.join(f'{count} {route}' for route, count in routes.items()) or 'none yet'}")
+        names = {"sdpa": "sdpa (torch's, not ours: a warning said why)"}
+        calls = ", ".join(f"{count} {names.get(route, route)}" for route, count in routes.items())
+        lines.append(f"  calls     {calls or 'none yet'}")
         if self.forwards is not None:
             counts = (f"{count} {route}" for route, count in self.forwards.most_common())
             lines.append(f"  decoder   packed: {', '.join(counts) or 'no padded batch yet'}")

@@ -440,6 +440,13 @@ def test_documents_beside_a_4d_mask(form, device):
     assert_close(found, expected(q, k, v, visible & (number == number.unsqueeze(1))))
 
 
+def test_a_4d_mask_of_integers_is_refused(device):
+    """1 = visible, or 1 to be added? Eager adds it without a word."""
+    q, k, v = qkv(device)
+    with pytest.raises(ValueError, match=r"4-D attention_mask must be bool .* got torch.int64"):
+        attention(Layer(), q, k, v, torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.int64, device=device).tril())
+
+
 def test_a_mask_of_another_rank_is_refused(device):
     q, k, v = qkv(device)
     with pytest.raises(ValueError, match=r"2 or 4 dimensions, got \[4, 12, 12\]"):

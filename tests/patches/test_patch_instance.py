@@ -68,6 +68,18 @@ def test_report(family):
         assert text in str(report)
 
 
+def test_the_report_says_what_ran_when_the_model_has_moved_since():
+    with torch.device("meta"):
+        model = small_models.model("llama")
+    report = hf_flash2.patch(model)
+    assert report.backend == "none yet (no weights loaded)"
+    model.to_empty(device="cpu")
+    twin = copy.deepcopy(model)
+    assert hf_flash2.patch(twin).backend == "cpu-reference"  # patched again: looked at again
+    logits(model)
+    assert report.backend == "cpu-reference" and "backend   cpu-reference" in str(report)
+
+
 def test_calls_that_fall_back_to_sdpa_are_not_counted_as_ours():
     model = small_models.model("llama")
     report = hf_flash2.patch(model)
@@ -75,7 +87,10 @@ def test_calls_that_fall_back_to_sdpa_are_not_counted_as_ours():
     with torch.no_grad():
         model(**small_models.batch("dense"), attention_mask=torch.ones(1, 1, length, length, dtype=torch.bool).tril())
     assert set(report.calls.values()) == {0}
-    assert "2 sdpa" in str(report)
+    assert "2 sdpa (torch's, not ours" in str(report)
+    assert hf_flash2.last_backend() == "sdpa"
+    logits(model)
+    assert hf_flash2.last_backend() == report.backend == "cpu-reference"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
