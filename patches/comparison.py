@@ -1,8 +1,9 @@
 """Is the difference normal? `verify` runs a model with eager attention and with hf_flash2 and measures both against higher precision."""
 
 import copy
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,15 @@ from .report import PatchReport
 # What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
 # value among many that every later layer has amplified.
 MEAN_FACTOR, MAX_FACTOR = 2.0, 4.0
+# Of fewer values than these, each rounded at random, neither the mean nor the maximum says much.
+FEW_VALUES = 256
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The outputs of a model on hf_flash2 and on eager attention in the same dtype, both against higher precision.
 
-    Errors are absolute, over the logits (or last hidden states) of real tokens.
+    Errors are absolute, over the logits of real tokens; where there are few logits or none, over the last hidden states.
 
     Attributes:
         dtype, reference_dtype: of the model, and of the reference: float32, or float64 for a float32 model.
@@ -82,12 +85,24 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
             not. torch.compile wrappers are run uncompiled.
         batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
     Raises:
-        ValueError: the model is quantised, so that there is no copy in higher precision to compare with; the batch has no real token; the
-            model's output has nothing to compare.
+        ValueError: there is no copy in higher precision to compare with, as the model is quantised or float64; the batch is no mapping or
+            has no real token; the model's output has nothing to compare; a PEFT adapter puts prompts before the model.
 
     Runs in evaluation mode without gradients. Needs memory for one more copy of the model in the reference dtype.
     """
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"verify takes a batch as the tokenizer gives it, a mapping such as {{'input_ids': ...}}, got {type(batch).__name__}"
+        )
     target = pretrained_model(model)
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"verify runs the model inside the adapter, and {adapter.peft_type.value} puts its prompts before that; "
+            "verify(model.get_base_model(), batch)"
+        )
+    if target.dtype == torch.float64:
+        raise ValueError("verify compares with a higher precision than the model's, and float64 has none; verify(model.float(), batch)")
     if getattr(target.config, "quantization_config", None) is not None:
         raise ValueError(
             "verify needs a copy of the model in higher precision, which a quantised model does not have; verify it unquantised"
@@ -97,7 +112,7 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     unpatch(eager)
     eager.set_attn_implementation("eager")
     dtype = target.dtype
-    reference_dtype = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
     eager_output = _output(eager, inputs)
     if hasattr(eager, "set_experts_implementation"):
         eager.set_experts_implementation("eager")  # grouped products know no float64
@@ -132,16 +147,35 @@ def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
     model.eval()
     try:
         output = model(**{**inputs, "return_dict": True})
+        x = next((output[name] for name in ("logits", "last_hidden_state", *output) if _is_comparable(output.get(name))), None)
+        if x is None:
+            raise ValueError(
+                f"verify compares logits or hidden states, and {type(output).__name__} has none; verify a part of the model that "
+                "returns some"
+            )
+        parameters = inspect.signature(model.forward).parameters.values()
+        if x.numel() < FEW_VALUES and any(p.name == "output_hidden_states" or p.kind == p.VAR_KEYWORD for p in parameters):
+            output = model(**{**inputs, "return_dict": True, "output_hidden_states": True})
+            x = max((x, *_last_hidden_states(output)), key=torch.Tensor.numel)
     finally:
         for module in training:
             module.training = True
-    for name in ("logits", "last_hidden_state", *output):
-        x = output.get(name)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 2:
-            return x
-    raise ValueError(
-        f"verify compares logits or hidden states, and {type(output).__name__} has none; verify a part of the model that returns some"
-    )
+    return x
+
+
+def _is_comparable(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 2
+
+
+def _last_hidden_states(output: Mapping[str, object]) -> Iterator[torch.Tensor]:
+    """Those of a model and of the models inside, as CLIP returns them."""
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            yield from _last_hidden_states(value)
+        elif name.endswith("hidden_states") and isinstance(value, tuple) and value:
+            value = value[-1]
+        if name.endswith(("hidden_states", "last_hidden_state")) and _is_comparable(value):
+            yield value
 
 
 def _to_dtype(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:

@@ -5,8 +5,16 @@ import copy
 import pytest
 import small_models
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 from small_models import FAMILIES
-from transformers import LlamaForQuestionAnswering, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.utils import ModelOutput
 
 import hf_flash2
@@ -82,6 +90,35 @@ def test_outputs_without_logits_or_without_names():
     assert hf_flash2.verify(small_models.model("llama"), inputs | {"return_dict": False}).ok
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_few_logits_are_no_measure(seed):
+    """Of two numbers, one may well be rounded ten times as much as eager's: the hidden states are compared."""
+    torch.manual_seed(seed)
+    model = LlamaForSequenceClassification(small_models.config("llama")).eval()
+    inputs = small_models.batch("left")
+    comparison = hf_flash2.verify(model, inputs)
+    assert comparison.ok, comparison
+    assert comparison.tokens == small_models.real_tokens(inputs).sum()
+
+
+def test_a_wrong_attention_shows_in_few_logits(monkeypatch):
+    attend = patches.rotary.attend
+    monkeypatch.setattr(patches.rotary, "attend", lambda layer, q, k, v, mask, **options: attend(layer, q, k, v, None, **options))
+    comparison = hf_flash2.verify(LlamaForSequenceClassification(small_models.config("llama")).eval(), small_models.batch("left"))
+    assert not comparison.ok and comparison.ratio > 100
+
+
+def test_the_parts_of_a_composite_model_are_compared_by_their_hidden_states():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = CLIPConfig(text_config=sizes | tokens, vision_config=sizes | {"image_size": 32, "patch_size": 8}, projection_dim=16)
+    images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    comparison = hf_flash2.verify(CLIPModel(config).eval(), {"input_ids": torch.tensor([[1, 5, 7, 2]]), "pixel_values": images})
+    assert comparison.ok, comparison
+    assert comparison.tokens == 17  # of the image; its logits are one number
+
+
 def test_an_output_with_nothing_to_compare_is_refused(monkeypatch):
     model = small_models.model("llama")
     monkeypatch.setattr(type(model), "forward", lambda self, **inputs: ModelOutput(loss=torch.zeros(())))
@@ -93,6 +130,23 @@ def test_a_batch_without_a_real_token_is_refused():
     inputs = small_models.batch("dense")
     with pytest.raises(ValueError, match="no real token"):
         hf_flash2.verify(small_models.model("llama"), inputs | {"attention_mask": torch.zeros_like(inputs["input_ids"])})
+
+
+def test_float64_has_no_higher_precision():
+    with pytest.raises(ValueError, match="float64 has none"):
+        hf_flash2.verify(small_models.model("llama").double(), small_models.batch("left"))
+
+
+def test_prompts_of_an_adapter_are_not_verified():
+    model = get_peft_model(small_models.model("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=r"PREFIX_TUNING puts its prompts before that; verify\(model.get_base_model"):
+        hf_flash2.verify(model, small_models.batch("left"))
+    assert hf_flash2.verify(model.get_base_model(), small_models.batch("left")).ok
+
+
+def test_a_batch_is_a_mapping():
+    with pytest.raises(ValueError, match="a mapping such as .* got Tensor"):
+        hf_flash2.verify(small_models.model("llama"), small_models.batch("dense")["input_ids"])
 
 
 def test_a_quantised_model_is_refused():
