@@ -57,6 +57,10 @@ if torch_problem is None:
     interface.register()
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str):
     if torch_problem is not None and name in __all__:
         raise ImportError(f"hf_flash2.{name} needs torch: {torch_problem}")

@@ -74,8 +74,9 @@ def find_toolkit() -> Toolkit | None:
     if named:
         return _inspect(Path(named), "HF_FLASH2_NVCC")
     home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin" / "nvcc").is_file():  # a CUDA_HOME without a compiler is a runtime-only install: look on
+    if home and (Path(home) / "bin" / "nvcc").is_file():
         return _inspect(Path(home) / "bin" / "nvcc", "CUDA_HOME")
+    passed_over = f"; CUDA_HOME={home} has no bin/nvcc" if home else ""  # a runtime-only install, or a slip
     on_path = shutil.which("nvcc")
     candidates = [(Path(entry) / "nvidia" / "cu13" / "bin" / "nvcc", "the nvidia-cuda-nvcc package") for entry in sys.path if entry]
     candidates += [(Path(on_path), "PATH")] if on_path else []
@@ -83,7 +84,7 @@ def find_toolkit() -> Toolkit | None:
     for nvcc, found in candidates:
         if nvcc.is_file():
             with contextlib.suppress(BuildError):
-                return _inspect(nvcc, found)
+                return _inspect(nvcc, found + passed_over)
     return None
 
 

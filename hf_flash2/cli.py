@@ -8,7 +8,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from . import torch_problem
+from . import __version__, torch_problem
 
 COMMANDS = {
     "info": "versions, GPUs, the CUDA library, and which backend runs for which case",
@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` defaults to the arguments of the process."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="hf-flash2", description="FlashAttention-2 for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"hf_flash2 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=f"hf-flash2 {name}: {summary}.")

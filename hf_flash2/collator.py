@@ -242,7 +242,7 @@ def _integers(values: Any, name: str) -> torch.Tensor:
     """int64 [n] from a list, an array or a tensor."""
     try:
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be a one-dimensional sequence of integers: {error}") from error
     if tensor.dim() != 1 or (tensor.is_floating_point() and len(tensor)):
         raise ValueError(f"{name} must be a one-dimensional sequence of integers, got {tensor.dtype} of shape {list(tensor.shape)}")

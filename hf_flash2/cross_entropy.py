@@ -17,7 +17,7 @@ def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
     """
     return (
         _on_gpu(device)
-        and native.setting("HF_FLASH2_LOSS") != "eager"
+        and not native.eager_asked("HF_FLASH2_LOSS")
         and dtype in (torch.bfloat16, torch.float16, torch.float32)
         and native.reason_unavailable(device.index) is None
     )

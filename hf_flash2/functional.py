@@ -25,6 +25,7 @@ Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work P
 """
 
 import math
+import numbers
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from .support import HEAD_DIM_MULTIPLE, reason_unsupported
 
 _MAX_INT32 = 2**31 - 1
 _INTEGERS = (int, torch.SymInt)
+_NUMBERS = (*_INTEGERS, float, torch.SymFloat, torch.Tensor, numbers.Real)  # the last: of numpy
 
 
 def flash_attn_func(
@@ -95,7 +97,7 @@ def flash_attn_ranges_func(
 
     `hf_flash2.packing.padded_batch` makes the three from a 2-D attention mask.
     """
-    if key_mask is not None and key_mask.dtype == torch.bool:
+    if isinstance(key_mask, torch.Tensor) and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
     return _attention(
         _check_batch, q, k, v, ranges_q, ranges_k, key_mask, None, None,
@@ -194,7 +196,13 @@ def _attention(
 
 
 def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
+    return isinstance(x, torch.Tensor) and x.is_cuda
+
+
+def _check_are_tensors(**arguments) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
 def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table) -> tuple:
@@ -209,6 +217,10 @@ def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softc
         raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p}")
     if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
+    if not (softmax_scale is None or isinstance(softmax_scale, _NUMBERS)):
+        raise ValueError(f"softmax_scale must be a number or None (head_dim ** -0.5), got {softmax_scale!r}")
+    if causal not in (True, False):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
     if not _is_window(window_size):
@@ -225,6 +237,8 @@ def _is_window(window_size: object) -> bool:
 
 
 def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
+    given = {"ranges_q": ranges_q, "ranges_k": ranges_k, "key_mask": key_mask}
+    _check_are_tensors(q=q, k=k, v=v, **{name: x for name, x in given.items() if x is not None})
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"q, k, v must have 4 dimensions [batch, seqlen, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
@@ -251,6 +265,7 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
+    _check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
             f"q, k, v must have 3 dimensions [tokens, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "

@@ -11,6 +11,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from . import build, native, torch_problem
@@ -46,6 +47,7 @@ def collect() -> dict[str, Any]:
         "backends": _backends,
         "transformers": _registration,
         "environment": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith("HF_FLASH2_")},
+        "environment_problems": _environment_problems,
     }
     return {name: _guarded(section) for name, section in sections.items()}
 
@@ -219,9 +221,36 @@ def _registration() -> dict[str, Any]:
     """Whether Transformers knows attn_implementation="hf_flash2" in this process, and what stands in the way."""
     if torch_problem:
         return {"transformers": _installed_version("transformers"), "registered": False, "problems": [NO_TORCH]}
+    return _interface().registration_state()
+
+
+def _interface() -> ModuleType:
     from . import interface  # here, so that whatever is wrong with Transformers is this section's error and no more
 
-    return interface.registration_state()
+    return interface
+
+
+# The variables of this package, and what refuses a wrong value where that is read: the build's say so when it builds.
+_VARIABLES: dict[str, Callable[[], Any]] = {
+    "HF_FLASH2_FAMILY": native.forced_family,
+    "HF_FLASH2_LOSS": lambda: native.eager_asked("HF_FLASH2_LOSS"),
+    "HF_FLASH2_ROTARY": lambda: native.eager_asked("HF_FLASH2_ROTARY"),
+    "HF_FLASH2_STRICT": lambda: None if torch_problem else _interface().is_strict(),
+    **dict.fromkeys(("HF_FLASH2_ARCHS", "HF_FLASH2_HEAD_DIMS", "HF_FLASH2_LIBRARY", "HF_FLASH2_NVCC", "HF_FLASH2_SKIP_CUDA"), lambda: None),
+    **dict.fromkeys(("HF_FLASH2_COMMIT", "HF_FLASH2_EMULATE", "HF_FLASH2_GPU_RECORD"), lambda: None),  # of the tests
+}
+
+
+def _environment_problems() -> list[str]:
+    problems = []
+    for name in sorted(name for name in os.environ if name.startswith("HF_FLASH2_")):
+        try:
+            _VARIABLES[name]()
+        except KeyError:
+            problems.append(f"{name} is no variable of hf_flash2: {', '.join(_VARIABLES)}")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def render(report: dict[str, Any]) -> str:
@@ -289,6 +318,11 @@ def _render_transformers(state: dict[str, Any], add: Callable[[str, object], Non
         add("", problem)
 
 
+def _render_environment_problems(problems: list[str], add: Callable[[str, object], None]) -> None:
+    for problem in problems:
+        add("problem", problem)
+
+
 _RENDERERS = {
     "versions": _render_versions,
     "torch_problem": _render_torch_problem,
@@ -296,4 +330,5 @@ _RENDERERS = {
     "library": _render_library,
     "backends": _render_backends,
     "transformers": _render_transformers,
+    "environment_problems": _render_environment_problems,
 }

@@ -713,6 +713,8 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
         return None, None, _within_documents(attention_mask, documents, q.shape[:2], k.shape[:2])
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
+    if attention_mask.shape[0] != q.shape[0]:
+        raise ValueError(f"attention_mask must have a row for each of the {q.shape[0]} of the batch, got {list(attention_mask.shape)}")
     sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
     documents = _given_documents(q, k, kwargs)
     if sequences.starts is not None:

@@ -115,6 +115,14 @@ def setting(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def eager_asked(name: str) -> bool:
+    """Whether an environment variable that may be "eager" or unset asks for torch's functions in place of our kernel."""
+    value = setting(name)
+    if value not in (None, "", "eager"):
+        raise ValueError(f"{name} must be eager or unset, got {value!r}")
+    return value == "eager"
+
+
 def forced_family() -> int:
     """The kernel family named by HF_FLASH2_FAMILY (sm80, sm90, auto), as the library numbers it. Read at every call, for tests."""
     name = setting("HF_FLASH2_FAMILY")

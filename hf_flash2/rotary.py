@@ -15,7 +15,7 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     batch, seqlen, _, head_dim = q.shape
     return (
         _on_gpu(q)
-        and native.setting("HF_FLASH2_ROTARY") != "eager"
+        and not native.eager_asked("HF_FLASH2_ROTARY")
         and not torch.compiler.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype

@@ -111,6 +111,9 @@ def patch_options(model: nn.Module) -> dict[str, bool]:
 
 def pretrained_model(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
+        raise ValueError(f"this takes a model that is loaded, such as LlamaForCausalLM.from_pretrained(...) returns, got {what:.80}")
     found: list[PreTrainedModel] = []
     inside: set[int] = set()  # of those found, whose modules come before what stands beside them
     for module in model.modules():

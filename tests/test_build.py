@@ -80,7 +80,7 @@ def test_nvcc_behind_a_wrapper_is_found_where_it_lives(only_these_toolkits, monk
 def test_cuda_home_without_a_compiler_is_passed_over(only_these_toolkits, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "runtime_only"))
     make_nvcc(tmp_path / "path")
-    assert build.find_toolkit().found == "PATH"
+    assert build.find_toolkit().found == f"PATH; CUDA_HOME={tmp_path / 'runtime_only'} has no bin/nvcc"
 
 
 @pytest.mark.parametrize("script", [None, "exit 1", "echo hello"], ids=["missing", "failing", "no nvcc"])

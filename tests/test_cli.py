@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_flash2
 from hf_flash2 import build, cli, info, native
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,6 +220,35 @@ def test_info_with_a_compiler_that_is_not_there(no_library, capsys, monkeypatch)
     monkeypatch.setenv("CXX", "g++-99")
     library = read_info(capsys)["library"]
     assert str(no_library) in library["error"] and "CXX is 'g++-99'" in library["rebuild"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HF_FLASH2_LOSS", "foo", "HF_FLASH2_LOSS must be eager or unset, got 'foo'"),
+        ("HF_FLASH2_ROTARY", "foo", "HF_FLASH2_ROTARY must be eager or unset, got 'foo'"),
+        ("HF_FLASH2_STRICT", "maybe", "HF_FLASH2_STRICT must be 0 or 1, got 'maybe'"),
+        ("HF_FLASH2_FAMILY", "sm100", "HF_FLASH2_FAMILY must be one of auto, sm80, sm90, got 'sm100'"),
+        ("HF_FLASH2_STIRCT", "1", "HF_FLASH2_STIRCT is no variable of hf_flash2: HF_FLASH2_FAMILY, "),
+    ],
+)
+def test_info_finds_slips_in_variables(name, value, said, capsys, monkeypatch):
+    assert cli.main(["info"]) == 0
+    assert said not in capsys.readouterr().out
+    monkeypatch.setenv(name, value)
+    assert cli.main(["info"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"hf_flash2 {hf_flash2.__version__}\n"
+
+
+def test_dir_lists_what_is_loaded_when_asked_for():
+    assert set(hf_flash2.__all__) <= set(dir(hf_flash2))
 
 
 @pytest.mark.parametrize("section", ["_versions", "_gpu", "_library", "_backends", "_registration"])

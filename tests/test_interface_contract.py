@@ -447,6 +447,12 @@ def test_a_4d_mask_of_integers_is_refused(device):
         attention(Layer(), q, k, v, torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.int64, device=device).tril())
 
 
+def test_a_mask_of_another_batch_is_refused(device):
+    q, k, v = qkv(device)
+    with pytest.raises(ValueError, match=r"attention_mask must have a row for each of the 4 of the batch, got \[1, 12\]"):
+        attention(Layer(), q, k, v, torch.ones(1, SEQLEN, device=device))
+
+
 def test_a_mask_of_another_rank_is_refused(device):
     q, k, v = qkv(device)
     with pytest.raises(ValueError, match=r"2 or 4 dimensions, got \[4, 12, 12\]"):

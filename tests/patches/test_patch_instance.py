@@ -310,6 +310,9 @@ def test_models_that_cannot_be_served_are_refused_and_left_alone(model_type):
 
 
 def test_a_module_without_a_transformers_model_is_refused():
+    for nothing, what in ((None, "NoneType None"), ("gpt2", "str 'gpt2'"), (torch.nn.Linear, "the class Linear")):
+        with pytest.raises(ValueError, match=f"a model that is loaded, such as .*, got {what}"):
+            hf_flash2.patch(nothing)
     with pytest.raises(ValueError, match="no Transformers model .* inside this Linear"):
         hf_flash2.patch(torch.nn.Linear(2, 2))
 
