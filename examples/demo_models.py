@@ -5,6 +5,7 @@ The shapes exercise what an attention kernel has to get right: grouped key heads
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from transformers import (
@@ -61,6 +62,24 @@ def make_config(model_type: str, size: str, max_length: int, **overrides: object
     return LlamaConfig(**common)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a number from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number from {least} on, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def device_name(text: str) -> str:
+    """The type of --device: cpu, or cuda where there is a GPU."""
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU on this machine (`hf-flash2 info` says why)")
+    return text
+
+
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """`--help` with the defaults; where that is None, the help text itself says what happens."""
 
@@ -73,9 +92,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub name of a causal model; default: random weights of --model-type and --size")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_name, choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--batch-size", type=at_least(1), default=4)
 
 
 def load_model(args: argparse.Namespace, attn_implementation: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

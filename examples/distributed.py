@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_flash2
-from demo_models import SIZES, make_config, vocab_size
+from demo_models import SIZES, at_least, make_config, vocab_size
 
 STRATEGIES = ("ddp", "fsdp2")
 PACKED = "hf_flash2 packed"
@@ -116,11 +116,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(f'"{arm}"' for arm in ARMS))
     parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny")
-    parser.add_argument("--batch-size", type=int, default=16 if on_gpu else 4, help="examples a process")
-    parser.add_argument("--max-length", type=int, default=2048 if on_gpu else 128, help="tokens of a padded example")
-    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 8)")
+    parser.add_argument("--batch-size", type=at_least(1), default=16 if on_gpu else 4, help="examples a process")
+    parser.add_argument("--max-length", type=at_least(2), default=2048 if on_gpu else 128, help="tokens of a padded example")
+    parser.add_argument("--steps", type=at_least(1), default=8, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 8)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("torchrun has to start its processes: torchrun --nproc_per_node 2 examples/distributed.py")
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

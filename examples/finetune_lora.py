@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_flash2
-from demo_models import MODEL_TYPES, SIZES, DefaultsFormatter, make_config, vocab_size
+from demo_models import MODEL_TYPES, SIZES, DefaultsFormatter, at_least, make_config, vocab_size
 from finetune_report import Progress, Run, describe_machine, peak_memory_bytes, plot, reset_peak_memory, table, write_files
 from stdlib_data import OUTPUTS, Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
 
@@ -84,8 +84,6 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = Accelerator(cpu=args.device == "cpu" or not torch.cuda.is_available())
     quiet_libraries()
     args.dtype = args.dtype or ("float32" if accelerator.device.type == "cpu" else "bfloat16")
-    if args.demo:
-        choose_demo_settings(args, accelerator.device)
     job = prepare_job(args, accelerator)
     share = padding_share(job.train, args.batch_size)
     job.say(describe_machine(accelerator))
@@ -111,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
-    parser.add_argument("--demo", action="store_true", help="every implementation, with settings that suit this machine")
+    parser.add_argument("--demo", action="store_true", help="every implementation, with defaults that suit this machine")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "hf_flash2"])
     parser.add_argument("--how", choices=("flag", "patch"), default="flag", help="attn_implementation= at load, or hf_flash2.patch(model)")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
@@ -119,28 +117,31 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--batch-size", type=int, default=16, help="per process")
-    parser.add_argument("--max-length", type=int, default=1024, help="longer pairs are cut")
-    parser.add_argument("--steps", type=int, default=40, help="of the LoRA fine-tune")
+    parser.add_argument("--batch-size", type=at_least(1), default=16, help="per process")
+    parser.add_argument("--max-length", type=at_least(16), default=1024, help="longer pairs are cut")
+    parser.add_argument("--steps", type=at_least(1), default=40, help="of the LoRA fine-tune")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--base-steps", type=int, default=60, help="of the base model's training")
+    parser.add_argument("--base-steps", type=at_least(1), default=60, help="of the base model's training")
     parser.add_argument("--base-learning-rate", type=float, default=3e-3)
-    parser.add_argument("--lora-rank", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=48, help="generated at the end")
+    parser.add_argument("--lora-rank", type=at_least(1), default=16)
+    parser.add_argument("--new-tokens", type=at_least(1), default=48, help="generated at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=OUTPUTS / "finetune_lora")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.demo:
+        parser.set_defaults(**demo_settings(args.device == "cpu" or not torch.cuda.is_available()))
+        args = parser.parse_args(argv)  # what was given counts
+    return args
 
 
-def choose_demo_settings(args: argparse.Namespace, device: torch.device) -> None:
-    """Settings for `--demo`: all implementations, within a few minutes on this device."""
-    args.implementation = list(IMPLEMENTATIONS)
-    if device.type == "cpu":
-        args.size, args.max_length, args.steps, args.base_steps = "tiny", 768, 40, 50
-        return
-    roomy = torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
-    args.size, args.batch_size = ("1b", 16) if roomy else ("small", 8)
-    args.learning_rate, args.base_learning_rate = 5e-4, 3e-4
+def demo_settings(on_cpu: bool) -> dict[str, object]:
+    """The defaults of `--demo`: all implementations, within a few minutes on this machine."""
+    every = {"implementation": list(IMPLEMENTATIONS)}
+    if on_cpu:
+        return every | {"size": "tiny", "max_length": 768, "steps": 40, "base_steps": 50}
+    roomy = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory > 64 * 2**30
+    sizes = {"size": "1b", "batch_size": 16} if roomy else {"size": "small", "batch_size": 8}
+    return every | sizes | {"learning_rate": 5e-4, "base_learning_rate": 3e-4}
 
 
 def prepare_job(args: argparse.Namespace, accelerator: Accelerator) -> Job:
@@ -273,7 +274,8 @@ def complete(job: Job, model: peft.PeftModel) -> str:
     prompt = next(pair.prompt for pair in job.corpus.evaluation if pair.prompt.startswith("def ") and pair.prompt.count("\n") == 2)
     inputs = job.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(job.device)
     # Greedy, with what keeps a very young model from stopping at once or repeating itself.
-    tokens = model.generate(**inputs, max_new_tokens=job.args.new_tokens, min_new_tokens=16, do_sample=False, repetition_penalty=1.3)
+    options = {"min_new_tokens": min(16, job.args.new_tokens), "do_sample": False, "repetition_penalty": 1.3}
+    tokens = model.generate(**inputs, max_new_tokens=job.args.new_tokens, **options)
     completion = job.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     shown = [f"  | {line}" for line in prompt.splitlines()] + [f"  > {line}" for line in completion.splitlines()[:6]]
     job.say("\n".join(["completion of an unseen function (a model this young writes the shape of Python, not its sense):", *shown]))

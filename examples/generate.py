@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_flash2
-from demo_models import DefaultsFormatter, add_model_arguments, load_model
+from demo_models import DefaultsFormatter, add_model_arguments, at_least, load_model
 from stdlib_data import load_corpus
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     add_model_arguments(parser)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=at_least(1), default=32)
     args = parser.parse_args(argv)
 
     model, tokenizer = load_model(args, "eager")

@@ -207,3 +207,31 @@ def test_generate_gives_eagers_tokens(model_type, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_flash2 ") and "tokens/s" in line]
     assert len(lines) == 2  # dynamic and static cache
     assert all("3 of 3 sequences are eager's" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- wrong usage
+
+
+def test_what_is_given_counts_beside_demo():
+    chosen = finetune_lora.parse_args(["--demo", "--device", "cpu", "--steps", "1", "--size", "small"])
+    assert (chosen.steps, chosen.size, chosen.max_length, chosen.base_steps) == (1, "small", 768, 50)
+    assert chosen.implementation == list(finetune_lora.IMPLEMENTATIONS)
+    assert finetune_lora.parse_args(["--device", "cpu"]).max_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("example", "argv", "said"),
+    [
+        (finetune_lora, ["--steps", "0"], "--steps: must be a number from 1 on, got '0'"),
+        (finetune_lora, ["--max-length", "2"], "--max-length: must be a number from 16 on, got '2'"),
+        (generate, ["--batch-size", "0"], "--batch-size: must be a number from 1 on, got '0'"),
+        (patch_existing_model, ["--device", "cuda"], "--device: torch sees no GPU on this machine"),
+        (distributed, [], "torchrun has to start its processes"),
+    ],
+)
+def test_wrong_usage_is_said(example, argv, said, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as caught:
+        example.main(argv)
+    assert caught.value.code == 2 and said in capsys.readouterr().err
