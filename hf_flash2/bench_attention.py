@@ -38,11 +38,12 @@ from .bench_shared import (
     describe_environment,
     draw_again,
     figure,
-    from_csv_argument,
     legend_below,
     middle,
+    plot_arguments,
     positive,
     ragged_lengths,
+    reason_no_figure,
     release_memory,
     write_csv,
 )
@@ -305,7 +306,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hidden-size", type=positive, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"
     )
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
-    parser.add_argument("--window", nargs="+", type=int, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
+    parser.add_argument("--window", nargs="+", type=positive, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
     parser.add_argument("--eager", action="store_true", help="time eager attention too")
     parser.add_argument("--deterministic", action="store_true", help="time our backward with deterministic=True, too")
     parser.add_argument(
@@ -317,14 +318,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time the kernels of these libraries in place of the rivals: other builds (`hf-flash2 build --output LIBRARY`), by file name",
     )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per measurement, after each point")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the rates (needs matplotlib); several shapes: PATH-shapes")
-    from_csv_argument(parser)
+    plot_arguments(parser, "the rates, of several shapes at PATH-shapes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Time the points, print them line by line, write what was asked for. Returns the exit code."""
     if args.from_csv:
         return draw_again(args, Row, plot_shapes)
+    no_figure = reason_no_figure() if args.plot else None
+    if no_figure is not None:
+        print(f"hf-flash2 bench attention: {no_figure}", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("hf-flash2 bench attention needs a CUDA GPU: the reference backend of a CPU is made to be exact, not fast", file=sys.stderr)
         return 1

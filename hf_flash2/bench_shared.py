@@ -5,6 +5,7 @@ import contextlib
 import csv
 import datetime
 import gc
+import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -117,8 +118,25 @@ def read_value(text: str, kind: Any) -> Any:
     return text == "True" if options[0] is bool else options[0](text)
 
 
-def from_csv_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --from-csv, for draw_again()."""
+def path_ending_in(*suffixes: str) -> Callable[[str], Path]:
+    """The type of an option that names a file which cannot be of any kind."""
+
+    def path(text: str) -> Path:
+        if Path(text).suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"must end in {', '.join(suffixes)}, got {text!r}")
+        return Path(text)
+
+    return path
+
+
+def reason_no_figure() -> str | None:
+    """Why nothing can be drawn here, or None: to be asked before anything is measured."""
+    return None if importlib.util.find_spec("matplotlib") else "a figure needs matplotlib: pip install matplotlib"
+
+
+def plot_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds --plot, and --from-csv for draw_again()."""
+    parser.add_argument("--plot", type=path_ending_in(".png", ".pdf", ".svg"), metavar="PATH", help=f"draw {what} (needs matplotlib)")
     parser.add_argument("--from-csv", type=Path, metavar="PATH", help="draw the --plot of a file of --csv; nothing is measured")
 
 
@@ -138,10 +156,11 @@ def draw_again(args: argparse.Namespace, row_type: type, plot: Callable[[Path, l
 @contextlib.contextmanager
 def figure(path: Path, rows: int, columns: int, size: tuple[float, float], environment: dict[str, str], **options: Any) -> Iterator[tuple]:
     """A matplotlib figure and its axes [rows][columns], titled with the environment, saved at the end of the with block."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit(f"a plot needs matplotlib: {error}") from error
+    reason = reason_no_figure()
+    if reason is not None:
+        raise SystemExit(reason)
+    import matplotlib  # here: what is only measured does not need it
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

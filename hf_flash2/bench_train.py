@@ -23,11 +23,13 @@ from .bench_shared import (
     describe_environment,
     draw_again,
     figure,
-    from_csv_argument,
     legend_below,
     middle,
+    path_ending_in,
+    plot_arguments,
     positive,
     ragged_lengths,
+    reason_no_figure,
     release_memory,
     write_csv,
 )
@@ -108,10 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="non-reentrant, of every layer")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per arm, after each preset")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw real tokens/s and peak memory (needs matplotlib)")
-    from_csv_argument(parser)
+    plot_arguments(parser, "real tokens/s and peak memory")
     parser.add_argument(
-        "--profile", type=Path, metavar="PATH.json", help="profile one more step per arm: GPU time by kind of kernel, waits for the host"
+        "--profile",
+        type=path_ending_in(".json"),
+        metavar="PATH.json",
+        help="profile one more step per arm: GPU time by kind of kernel, waits for the host; PATH.png beside it (needs matplotlib)",
     )
 
 
@@ -122,6 +126,10 @@ def run(args: argparse.Namespace) -> int:
         if not failed:
             print(f"wrote {args.plot}")
         return failed
+    no_figure = reason_no_figure() if args.plot or args.profile else None
+    if no_figure is not None:
+        print(f"hf-flash2 bench train: {no_figure}", file=sys.stderr)
+        return 2
     try:
         import transformers  # here and below: the benchmark of the kernels alone does not need it
     except ModuleNotFoundError as error:

@@ -51,6 +51,9 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         (["bench", "train", "--turns", "0"], "--turns: must be a number from 1 on, got '0'"),
         (["bench", "train", "--steps", "-1"], "--steps: must be a number from 1 on, got '-1'"),
         (["bench", "attention", "--seqlen", "512", "0"], "--seqlen: must be a number from 1 on, got '0'"),
+        (["bench", "attention", "--window", "-5"], "--window: must be a number from 1 on, got '-5'"),
+        (["bench", "attention", "--plot", "rates.xyz"], "--plot: must end in .png, .pdf, .svg, got 'rates.xyz'"),
+        (["bench", "train", "--plot", "rates"], "--plot: must end in .png, .pdf, .svg, got 'rates'"),
     ],
 )
 def test_a_value_that_cannot_be_is_wrong_usage(argv, message, capsys):
@@ -238,6 +241,13 @@ def test_info_finds_slips_in_variables(name, value, said, capsys, monkeypatch):
     monkeypatch.setenv(name, value)
     assert cli.main(["info"]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for arguments in (["train", "--plot", "t.png"], ["train", "--profile", "t.json"], ["attention", "--plot", "t.png"]):
+        assert cli.main(["bench", *arguments]) == 2
+        assert "a figure needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_version(capsys):
