@@ -54,6 +54,13 @@ def test_how_far_ahead(mode, title):
     assert (everywhere is not None) == (min(limits) > 0)
 
 
+def test_how_far_ahead_of_flash_attention_2():
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
+    tflops = {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
+    times = [ours / tflops[(*point, "sdpa flash")] for (*point, provider), ours in tflops.items() if provider == "hf_flash2 sm90"]
+    assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in README
+
+
 def test_beside_flash_attention_4():
     rows, _ = read_csv(DOCS / "attention_fa4.csv", bench_attention.Row)
     tflops = {(row.mode, row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows}
