@@ -97,8 +97,10 @@ def _record(module: torch.nn.Module, route: str) -> None:
 
 
 def _record_backend(module: torch.nn.Module) -> None:
+    if torch.compiler.is_compiling():  # first: older compilers cannot trace what follows
+        return
     calls: Calls | None = vars(module).get(CALLS)
-    if calls is not None and not torch.compiler.is_compiling():
+    if calls is not None:
         calls.backend = ops.last_backend()
 
 
