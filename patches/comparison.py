@@ -107,7 +107,7 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         raise ValueError(
             "verify needs a copy of the model in higher precision, which a quantised model does not have; verify it unquantised"
         )
-    inputs = {"use_cache": False, **batch}
+    inputs = {"use_cache": False, **batch} if _takes(target, "use_cache") else dict(batch)
     eager = copy.deepcopy(target)
     unpatch(eager)
     eager.set_attn_implementation("eager")
@@ -153,14 +153,17 @@ def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
                 f"verify compares logits or hidden states, and {type(output).__name__} has none; verify a part of the model that "
                 "returns some"
             )
-        parameters = inspect.signature(model.forward).parameters.values()
-        if x.numel() < FEW_VALUES and any(p.name == "output_hidden_states" or p.kind == p.VAR_KEYWORD for p in parameters):
+        if x.numel() < FEW_VALUES and _takes(model, "output_hidden_states"):
             output = model(**{**inputs, "return_dict": True, "output_hidden_states": True})
             x = max((x, *_last_hidden_states(output)), key=torch.Tensor.numel)
     finally:
         for module in training:
             module.training = True
     return x
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    return any(p.name == argument or p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
 
 
 def _is_comparable(x: object) -> bool:

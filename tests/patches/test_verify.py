@@ -7,6 +7,7 @@ import small_models
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from small_models import FAMILIES
+from tiny_models import VERSION
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -108,6 +109,7 @@ def test_a_wrong_attention_shows_in_few_logits(monkeypatch):
     assert not comparison.ok and comparison.ratio > 100
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4 declares no flash attention for CLIP")
 def test_the_parts_of_a_composite_model_are_compared_by_their_hidden_states():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
