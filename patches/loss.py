@@ -8,7 +8,6 @@ its loss, in the place of its logits; any other head (LoRA, quantised, hooked, s
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -116,7 +115,11 @@ def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
     """Whether head(x) is a product with head.weight and nothing else, in training, and in a dtype whose gradients need no loss scaling."""
     if type(head) is not nn.Linear:
         return False
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    every = nn.modules.module
+    hooks = (
+        head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks,
+        every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks, every._global_backward_pre_hooks,
+    )  # fmt: skip
     return (
         head.bias is None
         and "forward" not in head.__dict__  # as accelerate's hooks put it
@@ -161,15 +164,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     _add_product(grad_weight, logits.t(), x)
                 del logits  # or they would live beside the next ones
-        ctx.gradients = (grad_hidden, grad_weight)
+        # Not as attributes: autograd gives these back once they have been used, however long the loss is kept.
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.labels = labels.shape[0]
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss):
-        # PERF: one pass in float32 arithmetic; a scalar tensor would be rounded to the gradients' dtype first.
-        factor = grad_loss.reshape(1, 1)
-        return *(None if x is None else torch.mul(x, factor, out=torch.empty_like(x)) for x in ctx.gradients), None, None
+        gradients = ctx.saved_tensors
+        if ctx.labels > 0:  # else they are zero, and the mean of nothing would make NaN of them, as eager's does not
+            # PERF: one pass in float32 arithmetic; a scalar tensor would be rounded to the gradients' dtype first.
+            with torch.no_grad():
+                factor = grad_loss.reshape(1, 1)
+                gradients = [None if x is None else torch.mul(x, factor, out=torch.empty_like(x)) for x in gradients]
+        if torch.is_grad_enabled():  # create_graph=True. NOTE: once_differentiable sees no need of an error where grad_loss is a constant
+            one = torch.ones((), requires_grad=True)
+            gradients = [None if x is None else _OnceDifferentiable.apply(x, one) for x in gradients]
+        return *gradients, None, None
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """x, whose derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, x, one):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError(
+            "the packed loss has no second derivative; unpatch the model and use attn_implementation='eager' where it is needed"
+        )
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 
 import emulated
 import pytest
@@ -282,6 +283,10 @@ def test_which_heads_are_plain(monkeypatch):
     }  # fmt: skip
     assert [name for name, head in others.items() if hasattr(head, "weight") and packed_loss.is_plain_linear(head, x)] == []
     assert not packed_loss.is_plain_linear(others["wrapped"], x)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not packed_loss.is_plain_linear(linear, x)  # hooked, as every module is
+    handle.remove()
+    assert packed_loss.is_plain_linear(linear, x)
     assert not packed_loss.is_plain_linear(copy.deepcopy(linear).requires_grad_(False), x.detach())
 
 
@@ -312,8 +317,34 @@ def test_without_any_label():
     inputs = batch("right")
     nothing = torch.full_like(inputs["input_ids"], -100)
     assert model(**inputs, labels=nothing).loss.isnan()
-    result = loss_and_gradients(model, **inputs, labels=nothing, num_items_in_batch=8)
-    assert all(not value.any() for value in result.values())
+    for items in ({"num_items_in_batch": 8}, {}, {"num_items_in_batch": 0}):
+        result = loss_and_gradients(model, **inputs, labels=nothing, **items)
+        loss = result.pop("loss")
+        assert not loss.any() if items.get("num_items_in_batch") else loss.isnan()
+        assert all(not value.any() for value in result.values()), "one batch without a label must not make NaN of the weights"
+
+
+def test_the_gradients_computed_with_the_loss_are_not_kept_with_it():
+    """A loop that holds its loss until the next one, or sums losses up, would hold a gradient of the head for each."""
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    loss = model(**inputs, labels=small_models.labels(inputs)).loss
+    node = loss.grad_fn.next_functions[0][0]
+    grad_hidden, grad_weight = map(weakref.ref, node.saved_tensors)
+    assert grad_weight().shape == model.lm_head.weight.shape
+    loss.backward()
+    assert grad_hidden() is None and grad_weight() is None
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused():
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    loss = model(**inputs, labels=small_models.labels(inputs)).loss
+    (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match="packed loss has no second derivative"):
+        (loss + gradient.square().sum()).backward()
 
 
 @pytest.mark.parametrize("padding", ["left", "holes"])
