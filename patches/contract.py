@@ -76,14 +76,25 @@ _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding
 
 
 def _other_use_of_the_mask(base_class: type) -> str | None:
-    """A call in the forward of a base model that takes its attention_mask and does not make the mask of the attention from it."""
-    for node in ast.walk(_forward_tree(base_class)):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) in _USES_OF_A_MASK:
+    """What the forward of a base model does with its attention_mask beside making the mask of the attention from it."""
+    tree = _forward_tree(base_class)
+    parents = _parents(tree)
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Name) and node.id == "attention_mask"):
             continue
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if any(isinstance(argument, ast.Name) and argument.id == "attention_mask" for argument in arguments):
-            return ast.unparse(node)
+        parent = parents[node]
+        call = parents[parent] if isinstance(parent, ast.keyword) else parent
+        if isinstance(call, ast.Call) and ast.unparse(call.func) not in _USES_OF_A_MASK:
+            return ast.unparse(call)
+        if isinstance(parent, (ast.Subscript, ast.BinOp, ast.UnaryOp)) or getattr(parent, "attr", "ndim") != "ndim":
+            use = ast.unparse(_statement(node, parents))
+            if use != "attention_mask = attention_mask.view(batch_size, -1)":  # GPT-2's, to [B, S]
+                return use
     return None
+
+
+def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
 # What a causal language model may do between its base model and its loss, for the loss to be that of head(last_hidden_state).
@@ -95,6 +106,7 @@ _PLAIN = {
         "hidden_states.to(self.lm_head.weight.device)",
     },
     "loss": {"None"},
+    "labels": {"labels.to(logits.device)", "labels.to(hidden_states.device)"},
 }  # fmt: skip
 
 
@@ -107,18 +119,56 @@ def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
         return "it has no language model head"
     if model.loss_function is not ForCausalLMLoss:
         return "its loss function is its own"
-    assigned: dict[str, list[str]] = {name: [] for name in _PLAIN}
-    for node in ast.walk(_forward_tree(type(model))):
-        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) or node.value is None:
-            continue
-        value = ast.unparse(node.value)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and target.id in assigned:
-                assigned[target.id].append(value if isinstance(node, ast.Assign) else f"... {value}")
-    for name, values in assigned.items():
-        unknown = [
-            value for value in values if value not in _PLAIN[name] and not (name == "loss" and value.startswith("self.loss_function("))
-        ]
-        if unknown:
-            return f"its forward has {name} = {unknown[0]}"
-    return None if assigned["logits"] else "its forward does not make logits with lm_head"
+    return _reason_loss_is_own(type(model))
+
+
+def _reason_loss_is_own(model_class: type) -> str | None:
+    """What a forward does to hidden states, logits or loss beside what is known to be plain."""
+    tree = _forward_tree(model_class)
+    parents = _parents(tree)
+    makes_logits = False
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if not any(isinstance(part, ast.Name) and part.id in _PLAIN for part in ast.walk(target)):
+                    continue
+                plain = isinstance(node, ast.Assign) and isinstance(target, ast.Name) and _is_plain(target.id, node.value)
+                if not plain:
+                    return f"its forward has {ast.unparse(node)}"
+                makes_logits |= target.id == "logits"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
+            arguments = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg in ("logits", "labels"))]
+            target = getattr(parents[node], "targets", [None])[0]
+            if [*map(ast.unparse, arguments)] != ["logits", "labels"] or not (isinstance(target, ast.Name) and target.id == "loss"):
+                return f"its forward has {ast.unparse(_statement(node, parents))}"
+        elif isinstance(node, ast.Name) and node.id in ("logits", "loss") and not _only_hands_on(node, parents):
+            return f"its forward has {ast.unparse(_statement(node, parents))}"
+    return None if makes_logits else "its forward does not make logits with lm_head"
+
+
+def _is_plain(name: str, value: ast.AST) -> bool:
+    if name == "loss" and isinstance(value, ast.Call):
+        return ast.unparse(value.func) == "self.loss_function"
+    return ast.unparse(value) in _PLAIN[name]
+
+
+def _only_hands_on(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether logits or loss are assigned, or go on as they are: to the loss function, to the output, into a comparison with None."""
+    if isinstance(node.ctx, ast.Store):
+        return True
+    parent = parents[node]
+    if isinstance(parent, ast.keyword):
+        parent = parents[parent]
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr == "device"
+    if isinstance(parent, ast.Call):
+        return ast.unparse(parent.func) == "self.loss_function" or isinstance(parents[parent], ast.Return)
+    return isinstance(parent, ast.Tuple)  # (loss,) + output
+
+
+def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    return node

@@ -15,7 +15,10 @@ from emulator import build
 from hf_flash2.patches import loss as packed_loss
 from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_flash2
 from hf_flash2 import kernels
@@ -517,7 +520,7 @@ PACKABLE = {
     "Qwen2": IN_CHUNKS, "Qwen3": IN_CHUNKS, "Phi3": IN_CHUNKS, "Olmo2": IN_CHUNKS, "SmolLM3": IN_CHUNKS, "Starcoder2": IN_CHUNKS,
     "Gemma": IN_CHUNKS, "Glm4": IN_CHUNKS,
     "Granite": "logits = logits / self.config.logits_scaling", "Cohere": "logits = logits * self.logit_scale",
-    "Mixtral": "loss = ... self.router_aux_loss_coef",
+    "Mixtral": "loss += self.router_aux_loss_coef",
 }  # fmt: skip
 REFUSED = {
     "OPT": "its OPTModel does not make Transformers' causal mask itself",
@@ -553,6 +556,108 @@ def test_other_decoders_run_packed(name):
         expected = loss_and_gradients(eager, **inputs, labels=labels, use_cache=False)
         assert_close(loss_and_gradients(model, **inputs, labels=labels, use_cache=False), expected)
     assert report.forwards == {"packed": 2}
+
+
+class AsTransformers(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            labels = labels.to(logits.device)
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class AddsToTheOutput(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss + 1e-2 * logits.logsumexp(-1).square().mean(), logits=logits)
+
+
+class AddsUnderAnotherName(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        cross_entropy = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=cross_entropy + 1e-2 * hidden_states.square().mean(), logits=logits)
+
+
+class AddsToTheCall(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size) + hidden_states.square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ChangesSomeLogits(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        logits[..., :3] = -1e4
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ScalesTheLogits(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits / 4.0, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ShiftsTheLabels(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        labels = labels.roll(1, 1)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize(
+    "model_class", [AddsToTheOutput, AddsUnderAnotherName, AddsToTheCall, ChangesSomeLogits, ScalesTheLogits, ShiftsTheLabels]
+)
+def test_a_forward_that_does_more_to_logits_or_loss_keeps_its_loss(model_class):
+    torch.manual_seed(0)
+    eager = model_class._from_config(small_models.config("llama"), attn_implementation="eager").train()
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    assert report.loss.startswith("from logits, by Transformers: its forward has ")
+    inputs = batch("dense") | {"use_cache": False, "labels": batch("dense")["input_ids"]}
+    assert_close({"loss": model(**inputs).loss.detach()}, {"loss": eager(**inputs).loss.detach()})
+
+
+def test_a_forward_of_somebody_else_that_does_no_more_has_its_loss_in_chunks():
+    torch.manual_seed(0)
+    assert hf_flash2.patch(AsTransformers(small_models.config("llama")), packed=True).loss == IN_CHUNKS
+
+
+class CountsTheMask(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        lengths = attention_mask.sum(-1)
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), lengths
+
+
+def test_a_mask_that_is_counted_is_more_than_a_mask():
+    model = small_models.model("llama")
+    model.model.__class__ = CountsTheMask
+    with pytest.raises(
+        ValueError, match=r"its CountsTheMask uses the attention mask for more than attention \(lengths = attention_mask.sum"
+    ):
+        hf_flash2.patch(model, packed=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
