@@ -75,7 +75,7 @@ class PackingCollator:
         max_length_q, max_length_k: int, the longest document.
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
     looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
-    hf_flash2 needs no such care.
+    hf_flash2 needs no such care. torch.nn.DataParallel cannot divide these batches: start a process for each GPU.
 
     Raises:
         ValueError: no tokens, no input_ids, lengths that differ, or an example that is too long, with its place in the batch.
@@ -94,6 +94,10 @@ class PackingCollator:
             raise ValueError(f"max_length must be at least 1, or None for one row of any length, got {self.max_length}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
+        odd = examples if isinstance(examples, Mapping) else next((example for example in examples if not hasattr(example, "get")), None)
+        if odd is not None:
+            what = f"one {type(odd).__name__}" if odd is examples else f"a {type(odd).__name__} among them"
+            raise ValueError(f"PackingCollator takes a list of examples, each a mapping with its input_ids, got {what}")
         documents = [self._document(index, example) for index, example in enumerate(examples)]
         documents = [(input_ids, labels) for input_ids, labels in documents if len(input_ids)]
         if not documents:

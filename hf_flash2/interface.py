@@ -701,14 +701,14 @@ def _refuse(module: torch.nn.Module, name: str) -> None:
 def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents | None, torch.Tensor | None]:
     """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask)."""
     if attention_mask is None:
-        documents = _given_documents(q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
+        documents = _given_documents(module, q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
         return None, documents, None
     if attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
             raise ValueError(
                 f"a 4-D attention_mask must be bool (True = visible) or floating point (added to the scores), got {attention_mask.dtype}"
             )
-        documents = _given_documents(q, k, kwargs)
+        documents = _given_documents(module, q, k, kwargs)
         if documents is None:
             return None, None, attention_mask
         if getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS:
@@ -719,7 +719,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
     if attention_mask.shape[0] != q.shape[0]:
         raise ValueError(f"attention_mask must have a row for each of the {q.shape[0]} of the batch, got {list(attention_mask.shape)}")
     sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
-    documents = _given_documents(q, k, kwargs)
+    documents = _given_documents(module, q, k, kwargs)
     if sequences.starts is not None:
         return None, documents or sequences.documents(), None
     if documents is not None:
@@ -733,12 +733,21 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
     return sequences, None, None
 
 
-def _given_documents(q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documents | None:
+def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documents | None:
     cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_{'q' if cu_seqlens_k is None else 'k'}")
+    if getattr(module, "_is_replica", False):  # of torch.nn.DataParallel, which cuts every tensor of a batch into equal parts
+        for bounds, tokens in ((cu_seqlens_q, q.shape[:2].numel()), (cu_seqlens_k, k.shape[:2].numel())):
+            first, end = bounds[[0, -1]].tolist()  # waits for the GPU, for replicas alone
+            if (first, end) != (0, tokens):
+                raise ValueError(
+                    f"torch.nn.DataParallel cannot divide packed documents among GPUs: this one has {tokens} tokens, and cu_seq_lens from "
+                    f"{first} to {end}; start a process for each GPU (torchrun, accelerate launch), or show this one a single GPU "
+                    "(CUDA_VISIBLE_DEVICES)"
+                )
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     return _Documents(
         cu_seqlens_q.to(torch.int32),

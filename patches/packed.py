@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from .. import packing
@@ -77,6 +77,9 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
         routes[layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
         return None
+    embeddings = module.get_input_embeddings()
+    if embeddings._forward_hooks and inputs.get("inputs_embeds") is None:  # NEFTune's noise, for one, depends on the length of a row
+        inputs = {**inputs, "input_ids": None, "inputs_embeds": embeddings(inputs["input_ids"])}
     device = _tokens(inputs).device
     if inputs.get("position_ids") is None:
         inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=device).unsqueeze(0)}
@@ -125,7 +128,7 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     column = torch.arange(seqlen, device=mask.device)
     lengths = mask.sum(1, dtype=torch.int32)
     spans = torch.where(mask, column + 1, 0).amax(1) - torch.where(mask, column, seqlen).amin(1)
-    tokens, longest, holes = torch.stack((lengths.sum(), lengths.max(), (spans > lengths).any())).tolist()
+    tokens, longest, holes, last = torch.stack((lengths.sum(), lengths.max(), (spans > lengths).any(), mask[:, -1].any())).tolist()
     if tokens == mask.numel():
         return "without padding"
     if tokens == 0:
@@ -133,7 +136,16 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     window = getattr(module.config, "sliding_window", None)
     if holes and window is not None and window < seqlen:
         return "with padding inside a row, under a sliding window"
+    if not last and _rotates_by_length(module.config):
+        return "with columns of padding at the end, where positions are rotated by their number"
     return Packing(*packing.token_indices(mask, lengths), longest, batch, seqlen)
+
+
+def _rotates_by_length(config: PretrainedConfig) -> bool:
+    """Whether the rotary angles depend on the largest position of a batch, which is that of the last column, padding or not."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))  # one, or one by type of layer
+    return any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds)
 
 
 def token_shape(inputs: dict) -> torch.Size:

@@ -139,6 +139,8 @@ def test_truncation_is_asked_for():
     ("batch", "message"),
     [
         ([], "without a token, got 0 examples"),
+        ({"input_ids": [[1, 2], [3]]}, "takes a list of examples, each a mapping with its input_ids, got one dict"),
+        ([[1, 2], [3]], "takes a list of examples, each a mapping with its input_ids, got a list among them"),
         ([{"input_ids": []}], "without a token, got 1 examples"),
         ([{"input_ids": [1]}, {"text": "a"}], r"example 1 of the batch has no input_ids, only \['text'\]"),
         ([{"input_ids": [1, 2], "labels": [1]}], "labels must be as long as input_ids, got 1 and 2 in example 0"),

@@ -581,6 +581,17 @@ def test_bounds_of_documents_come_for_queries_and_keys(device):
         attention(Layer(), q, k, v, cu_seq_lens_k=torch.tensor([0, SEQLEN], dtype=torch.int32, device=device))
 
 
+def test_documents_are_not_divided_by_data_parallel(device):
+    q, k, v = qkv(device, batch=1)
+    replica = Layer()._replicate_for_data_parallel()
+    for first, last in ((0, SEQLEN - 2), (SEQLEN, 2 * SEQLEN)):
+        bounds = torch.tensor([first, first + 5, last], dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match=f"DataParallel cannot divide .* 12 tokens, and cu_seq_lens from {first} to {last};"):
+            attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    bounds = torch.tensor([0, SEQLEN], dtype=torch.int32, device=device)
+    assert_close(attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds), expected(q, k, v, causal_band(device=device)))
+
+
 def test_documents_beside_a_mask_while_compiling(device, monkeypatch):
     """Nobody can say then whether the mask has padding."""
     q, k, v = qkv(device, batch=1)

@@ -544,6 +544,43 @@ def other_model(name: str):
     return model_class._from_config(config, attn_implementation="eager").train()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_the_embedding_see_padded_rows(family):
+    """As NEFTune's, whose noise depends on the length of a row."""
+    eager, model, report = twins(family)
+    seen = []
+
+    def add_to_the_embedding(module, args, output):
+        seen.append(output.shape)
+        return output + torch.linspace(-1, 1, output.shape[1])[:, None] / output.shape[1] ** 0.5
+
+    for each in (eager, model):
+        each.get_input_embeddings().register_forward_hook(add_to_the_embedding)
+    inputs = batch("left")
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"packed": 1} and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_angles_that_depend_on_the_last_column(rope_type):
+    """They are those of the padded batch, whose last columns may be padding alone."""
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 6}
+    if rope_type == "longrope":
+        parameters |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    name = "rope_parameters" if VERSION >= (5, 0) else "rope_scaling"
+    eager, model, report = twins("llama", **{name: parameters, "max_position_embeddings": 6})
+    inputs = batch("right")
+    inputs["attention_mask"][:, 5:] = 0
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"with columns of padding at the end, where positions are rotated by their number": 1}
+    inputs = batch("left")
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards["packed"] == 1
+
+
 @pytest.mark.parametrize("name", PACKABLE)
 def test_other_decoders_run_packed(name):
     eager = other_model(name)
