@@ -105,7 +105,8 @@ def _record_backend(module: torch.nn.Module) -> None:
 
 
 @torch.compiler.assume_constant_result  # so that a compiled model warns too, while it is being traced
-def _notice(message: str) -> None:
+def notice(message: str) -> None:
+    """Warn, once a process."""
     if message not in _noticed:
         _noticed.add(message)
         logger.warning(message)
@@ -655,7 +656,7 @@ def attend(
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
     if kwargs.get("output_attentions"):
-        _notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
+        notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
     sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
@@ -729,7 +730,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
             )
         if not sequences.has_padding():
             return None, documents, None
-        _notice("hf_flash2: attention_mask has padding, so it counts and cu_seq_lens_q/k are not looked at; pass one of the two")
+        notice("hf_flash2: attention_mask has padding, so it counts and cu_seq_lens_q/k are not looked at; pass one of the two")
     return sequences, None, None
 
 
@@ -810,7 +811,7 @@ def _in_one_dtype(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: 
     target = torch.get_autocast_dtype(device_type) if _autocasts(device_type) else half[0] if half else _quantised_dtype(module)
     if target is None or dtypes == (target,) * 3:
         return q, k, v
-    _notice(
+    notice(
         f"hf_flash2: q, k, v reach attention as {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} and are cast to "
         f"{str(target).removeprefix('torch.')} (layer norms or adapters in float32, or autocast)"
     )
@@ -842,7 +843,7 @@ def _fall_back(module: torch.nn.Module, reason: str) -> None:
     _record(module, "sdpa")
     if not torch.compiler.is_compiling():
         ops.note_sdpa()
-    _notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
+    notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
 
 
 def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput
 
 from .. import cross_entropy
+from ..interface import notice
 from .binding import by_name, upstream
 from .packed import token_shape
 
@@ -37,7 +38,10 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     if not only_the_loss:
         return upstream(model, **inputs)
     about_loss = {name: inputs.pop(name, None) for name in ("labels", "shift_labels", "ignore_index", "logits_to_keep", "return_dict")}
-    rows, row_labels = labelled_rows(labels, inputs.get("attention_mask"), about_loss["shift_labels"], about_loss["ignore_index"])
+    rows, row_labels = labelled_rows(
+        labels, inputs.get("attention_mask"), about_loss["shift_labels"], about_loss["ignore_index"],
+        counted=inputs.get("num_items_in_batch") is not None,
+    )  # fmt: skip
     output = model.base_model(**inputs, return_dict=True)
     loss = chunked_cross_entropy(
         output.last_hidden_state, rows, row_labels, model.get_output_embeddings(), model.config.vocab_size, inputs.get("num_items_in_batch")
@@ -49,24 +53,33 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
 
 @torch.compiler.disable  # the number of labels is a shape, and only the host knows what to do with it
 def labelled_rows(
-    labels: torch.Tensor, attention_mask: torch.Tensor | None, shift_labels: torch.Tensor | None = None, ignore_index: int | None = None
+    labels: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    shift_labels: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    counted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of a batch predict a label, and the labels.
 
     Args:
         labels: int64 [B, S], as Transformers takes them: token i is judged by labels[i + 1]. shift_labels: the same moved already.
-        attention_mask: [B, S]; what padding predicts is not counted.
+        attention_mask: [B, S]; what padding predicts is left out.
         ignore_index: stands for no label; default -100.
+        counted: the caller divides by a number of labels of its own; it is told once if that is likely to be another.
     Returns:
         int64 [N] into the flattened batch, and int64 [N]. Synchronises with the host.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     if shift_labels is None:
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    counted = shift_labels != ignore_index
+    rows = given = (shift_labels != ignore_index).flatten().nonzero().flatten()
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == labels.shape:
-        counted = counted & attention_mask.bool().to(counted.device)
-    rows = counted.flatten().nonzero().flatten()
+        rows = given[attention_mask.flatten().to(given.device)[given] != 0]
+    if counted and rows.shape != given.shape:
+        notice(
+            "hf_flash2: labels stand where padding would have to predict them; the packed loss leaves them out, and num_items_in_batch, "
+            "which it is divided by, may count them: the loss is smaller then. Set such labels to -100"
+        )
     return rows, shift_labels.flatten()[rows]
 
 

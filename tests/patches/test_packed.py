@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_flash2
-from hf_flash2 import kernels
+from hf_flash2 import interface, kernels
 
 PADDINGS = (*small_models.PADDINGS, "empty row")
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -348,6 +348,21 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
     with pytest.raises(NotImplementedError, match="packed loss has no second derivative"):
         (loss + gradient.square().sum()).backward()
+
+
+def test_labels_that_are_left_out_and_counted_are_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(interface, "_noticed", set())
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    with caplog.at_level("WARNING", logger="hf_flash2"):
+        model(**inputs, labels=labels, num_items_in_batch=40)
+        model(**inputs, labels=inputs["input_ids"])  # divided by those that count
+        assert caplog.records == []
+        for _ in range(2):
+            model(**inputs, labels=inputs["input_ids"], num_items_in_batch=40)
+    [record] = caplog.records
+    assert "the packed loss leaves them out" in record.message
 
 
 @pytest.mark.parametrize("padding", ["left", "holes"])
