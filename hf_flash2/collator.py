@@ -172,7 +172,8 @@ class PackingBatchSampler(Sampler[list[int]]):
 
     Every example comes once an epoch. The number of batches may differ a little between epochs; `len()` is that of the current one.
     Under accelerate prepare the DataLoader as ever: the processes take turns, and unless drop_last the first batches come again until each
-    process has as many.
+    process has as many. Resumed in the middle of an epoch, on several processes, set the epoch of this sampler itself: behind accelerate's
+    `skip_first_batches` the loader's set_epoch does not reach it.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from tiny_models import DTYPES
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -407,3 +407,25 @@ def test_processes_take_turns_under_accelerate(processes, drop_last):
         assert [len(share) for share in shares] == [rounds] * processes
         taken = [batch for turn in zip(*shares, strict=True) for batch in turn]
         assert taken == (expected + expected[: processes - 1])[: len(taken)]
+
+
+def test_an_epoch_resumed_in_the_middle_on_two_processes():
+    """As accelerate resumes: each process skips what it has seen. The sampler's own set_epoch counts."""
+    lengths = torch.randint(1, 100, (200,), generator=torch.Generator().manual_seed(0))
+
+    def prepared(rank):
+        sampler = PackingBatchSampler(lengths, 128)
+        loader = prepare_data_loader(
+            DataLoader(range(200), batch_sampler=sampler, collate_fn=list), num_processes=2, process_index=rank, put_on_device=False
+        )
+        return sampler, loader
+
+    for rank in range(2):
+        sampler, loader = prepared(rank)
+        loader.set_epoch(1)
+        whole = list(loader)
+        sampler, loader = prepared(rank)
+        resumed = skip_first_batches(loader, 20)
+        resumed.set_epoch(1)
+        sampler.set_epoch(1)
+        assert list(resumed) == whole[20:]
