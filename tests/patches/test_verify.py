@@ -91,9 +91,9 @@ def test_outputs_without_logits_or_without_names():
     assert hf_flash2.verify(small_models.model("llama"), inputs | {"return_dict": False}).ok
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 13])
 def test_few_logits_are_no_measure(seed):
-    """Of two numbers, one may well be rounded ten times as much as eager's: the hidden states are compared."""
+    """By its few logits alone, the model of seed 13 was wrong (2.03 times eager's mean error): the hidden states are compared."""
     torch.manual_seed(seed)
     model = LlamaForSequenceClassification(small_models.config("llama")).eval()
     inputs = small_models.batch("left")
