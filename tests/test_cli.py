@@ -220,6 +220,7 @@ def test_info_with_a_file_that_is_no_library(no_library, capsys):
 
 
 def test_info_with_a_compiler_that_is_not_there(no_library, capsys, monkeypatch):
+    monkeypatch.delenv("HF_FLASH2_SKIP_CUDA", raising=False)
     monkeypatch.setenv("CXX", "g++-99")
     library = read_info(capsys)["library"]
     assert str(no_library) in library["error"] and "CXX is 'g++-99'" in library["rebuild"]
