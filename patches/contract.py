@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..interface import leaves_window_to_mask
@@ -48,10 +48,14 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
     other_use = _other_use_of_the_mask(type(base))
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
-    rope = getattr(base.config, "rope_parameters", None) or getattr(base.config, "rope_scaling", None) or {}
-    if "mrope_section" in rope:
+    if "mrope_section" in rope_parameters(base.config):
         return "its positions have several axes"
     return None
+
+
+def rope_parameters(config: PretrainedConfig) -> dict:
+    """How a config rotates positions, under the name of Transformers 5 or of 4: one description, or one for each type of layer."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def _is_above(module: nn.Module, attention_layers: Collection[nn.Module]) -> bool:

@@ -53,12 +53,12 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
         raise ValueError("keep_logits=True is about patch(model, packed=True); without packed the logits are always there")
     options = {"packed": packed, "keep_logits": keep_logits}
     target = pretrained_model(model)
+    backend = _backend(target)
     existing = vars(target).get(_PATCH)
     if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
-        existing.report.expected_backend = _backend(target)
+        existing.report.expected_backend = backend
         return existing.report
     unpatch(model)
-    backend = _backend(target)
     previous = _implementations(target)
     configs = own_configs(model)
     try:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 from .. import packing
 from ..interface import CALLS
 from .binding import by_name, upstream
+from .contract import rope_parameters
 
 PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -143,8 +144,8 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
 
 def _rotates_by_length(config: PretrainedConfig) -> bool:
     """Whether the rotary angles depend on the largest position of a batch, which is that of the last column, padding or not."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))  # one, or one by type of layer
+    rope = rope_parameters(config)
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
     return any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds)
 
 
