@@ -15,6 +15,11 @@ __device__ __forceinline__ void reduce_add(float* block, int lane, const float (
 #endif
 }
 
+// The same in place of what was there.
+__device__ __forceinline__ void store_reduced(float* block, int lane, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(block + lane * 4) = make_float4(x[0], x[1], x[2], x[3]);
+}
+
 __device__ __forceinline__ float4 load_reduced(const float* block, int lane) {
 #if __CUDA_ARCH__ >= 900
   return *reinterpret_cast<const float4*>(block + lane * 4);

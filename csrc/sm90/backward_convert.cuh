@@ -14,7 +14,8 @@ struct ConvertArguments {
 };
 
 // dQ = softmax_scale * accumulator, rounded to T, from the accumulation order of backward_kernel to rows. 128 threads a piece, each with the
-// elements that it held as a consumer. A tile whose queries see no key is zero and was never written (kFirstStoresDq).
+// elements that it held as a consumer. A tile whose queries see no key is zero, and was never written where the
+// first key block stores (BackwardArguments::first_stores).
 template <typename Shape, typename T>
 __device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardParams& params, int block) {
   constexpr int kBlockM = Shape::kBlockM;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void convert_query_gradient(const HfFlash2BackwardPar
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
-  const bool written = !Shape::kFirstStoresDq || *workspace.semaphore(tile) != 0;
+  const bool written = *workspace.semaphore(tile) != 0;
   float dq[8][4];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {

@@ -156,7 +156,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // 4k, 8k, 16k, TFLOP/s: full 588 617 610 -> 608 629 616, causal 528 582 613 -> 548 593 607.
   const bool brief = Shape::kHeadDim > 64 || forward.max_seqlen_k < 16384;
   const Start start = brief ? Start::kEarly : Start::kInOrder;
-  arguments.first_stores = Shape::kFirstStoresDq && (brief || params.deterministic);
+  arguments.first_stores = (Shape::kFirstStoresDq && brief) || params.deterministic;
 
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;

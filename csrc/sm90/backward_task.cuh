@@ -82,8 +82,8 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
   static constexpr int kKeyGradientElements = kBlockN * (kHeadDim + kHeadDimV);
   static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * 32) + kDqPieces - 1) / kDqPieces;
-  // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Not above head dim 128, where
-  // two warpgroups add from registers, each when it has something.
+  // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
+  // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
   // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 ->
   // 307 361 417 428, causal 194 267 370 391 -> 212 293 396 410. At d 256 registers do not suffice: ptxas serialises the products (C7511).

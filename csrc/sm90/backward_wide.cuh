@@ -50,23 +50,41 @@ __device__ __forceinline__ int has_added(int consumer) { return 8 + consumer; }
 constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps its order
 
 // Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for blocks that were launched
-// earlier, so that waiting always ends. PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k,
-// 16k, % of the default's speed: full 81 78 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they
-// passed turns on a step later. Tried and left: sums of dQ of their own for even and odd key blocks, so that two steps lie between what one
-// block and the next one add: at 2k, 4k, 16k full 89 86 84 -> 79 79 83, causal 87 84 82 -> 75 76 72. A kernel for dK and dV
-// and one for dQ would need no order, but seven products in place of five: 71 % at best.
+// earlier, so that waiting always ends. It asks for the next turn while the consumer adds: if that has come, the consumer may go on before the
+// last is passed on, which takes a fence.
+// PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k, 16k, % of the default's speed: full 81 78
+// 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they passed turns on a step later. Asking while the
+// consumer adds, then the first block at a tile that stores, so that nothing clears dQ: full at 1k, 4k, 16k, TFLOP/s, 340 407 427 -> 352 433
+// 442 -> 371 445 465, causal 269 377 408 -> 274 391 420 -> 300 417 451 (the default 359 447 468, 294 433 468). Tried and left: sums of dQ of
+// their own for even and odd key blocks, so that two steps lie between what one block and the next one add: at 2k, 4k, 16k full 89 86 84 %
+// -> 79 79 83, causal 87 84 82 -> 75 76 72. A kernel for dK and dV and one for dQ would need no order, but seven products in place of five: 71 %
+// at best.
 template <typename Shape>
 __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params, const BackwardTask& task, int consumer) {
+  if (!task.has_steps()) return;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
-  task.for_each_step([&](uint32_t, int, int query_block, int tile) {
-    int32_t* semaphore = workspace.semaphore(tile, consumer);
-    if (elected) semaphore_wait(semaphore, task.template turn<Shape>(params.forward, query_block));
+  BackwardTask::Step at = task.first();
+  const auto semaphore = [&] { return workspace.semaphore(task.first_tile + at.head * task.head_tiles + at.query_block, consumer); };
+  const auto turn = [&] { return task.template turn<Shape>(params.forward, at.query_block); };
+  const auto let_add = [&] {
     __syncwarp();
-    named_barrier_sync(turn_has_come(consumer), kTurnThreads);
+    named_barrier_arrive(turn_has_come(consumer), kTurnThreads);
+  };
+  if (elected) semaphore_wait(semaphore(), turn());
+  let_add();
+  for (bool more = true; more;) {
+    int32_t* const current = semaphore();
+    more = task.advance(at);
+    const bool come = __any_sync(0xffffffffu, elected && more && semaphore_read(semaphore()) >= turn());
     named_barrier_sync(has_added(consumer), kTurnThreads);
-    if (elected) semaphore_pass(semaphore);
-  });
+    if (come) let_add();
+    if (elected) semaphore_pass(current);
+    if (more && !come) {
+      if (elected) semaphore_wait(semaphore(), turn());
+      let_add();
+    }
+  }
 }
 
 // A consumer's columns of dQ, begun: once its dS is there.
@@ -87,7 +105,8 @@ __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] 
 // address of each depends on products behind those of the one before, some ten cycles. One H200, d 256 full at 1k, 4k, 16k: 357 439 442 ->
 // 369 476 451 TFLOP/s; half and twice as far apart 464 and 475 at 4k, four times 461; nanosleep in place of the products 460 (where 486).
 template <typename Shape, int kConsumer>
-__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, float (&dq)[Shape::kColumns[kConsumer] / 8][4], int tile) {
+__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, float (&dq)[Shape::kColumns[kConsumer] / 8][4], int tile,
+                                       bool first) {
   constexpr int kTiles = Shape::kColumns[kConsumer] / 8;
   wgmma_wait<0>();
   wgmma_use<kTiles * 4>(&dq[0][0]);
@@ -98,7 +117,11 @@ __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, flo
   uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & threadIdx.y;  // blocks have one row of threads, which the compiler does not know
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    reduce_add(columns + n * (128 * 4) + zero, threadIdx.x % 32, dq[n]);
+    float* const block = columns + n * (128 * 4) + zero;
+    if (Shape::kDeterministic && first)
+      store_reduced(block, threadIdx.x % 32, dq[n]);
+    else
+      reduce_add(block, threadIdx.x % 32, dq[n]);
     for (int i = 0; i < 2; ++i) zero = zero * zero + zero;
   }
   if constexpr (Shape::kDeterministic) named_barrier_arrive(has_added(kConsumer), kTurnThreads);
@@ -108,7 +131,7 @@ __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, flo
 // `last_tile`.
 template <typename Shape, typename T, int kConsumer, bool kFirst>
 __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, uint32_t step,
-                                            int last_tile) {
+                                            int last_tile, bool first) {
   if constexpr (kFirst) {
     wgmma_wait<0>();
     mbarrier_arrive(shared.empty(step % Shape::kStages));
@@ -117,7 +140,7 @@ __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params
     issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
     wgmma_wait<1>();
     mbarrier_arrive(shared.empty(step % Shape::kStages));
-    add_dq<Shape, kConsumer>(params, dq, last_tile);
+    add_dq<Shape, kConsumer>(params, dq, last_tile, first);
   }
 }
 
@@ -129,18 +152,20 @@ __device__ __forceinline__ uint32_t for_each_wide_step(const HfFlash2BackwardPar
   if (!task.has_steps()) return step;
   BackwardTask::Step at = task.first();
   int last_tile = 0;
+  bool first = false;  // deterministic mode: it was the first key block there
   const auto advance = [&](auto is_first) {
     const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
     clear_queries(shared, task, step, at.query_block);
     f(step, at.query_block);
-    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, step++, last_tile);
+    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, step++, last_tile, first);
     last_tile = tile;
+    if constexpr (Shape::kDeterministic) first = task.template turn<Shape>(params.forward, at.query_block) == 0;
   };
   advance(std::true_type{});
   while (task.advance(at)) advance(std::false_type{});
   float dq[Shape::kColumns[kConsumer] / 8][4];
   issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
-  add_dq<Shape, kConsumer>(params, dq, last_tile);
+  add_dq<Shape, kConsumer>(params, dq, last_tile, first);
   mbarrier_arrive(shared.keys_empty());
   return step;
 }
