@@ -133,6 +133,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // Descending with a head's blocks in several waves they drift apart, and L2 does not hold what they read (16k in groups of 16: 52 %,
   // of 1: 80). With all keys, blocks of two rounds in turn wait less for each other: d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486
   // 522, d 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
+  // Of three, descending, at d 192 (values of 128), where a block takes its next task a little before it needs it: at 1k, 2k, 4k, 8k 253 294 318
+  // 303 -> 269 328 365 342, with values of 192 at 4k, 8k 341 349 -> 384 394, at 1k level; of two d 256 1 to 2 % at 4k and 8k, but -4 to -1 to 2k;
+  // d 128 loses 2 to 8 %.
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
@@ -144,7 +147,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   int heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_of_rounds(1));
   if (params.deterministic) {
     order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
-    heads_at_once = heads_of_rounds(forward.window_right < 0 && Shape::kHeadDim != 128 ? 2 : 1);
+    heads_at_once = heads_of_rounds(forward.window_right >= 0 ? (Shape::kHeadDim == 192 ? 3 : 1) : Shape::kHeadDim != 128 ? 2 : 1);
   } else if (Shape::kHeadDim <= 128 && is_triangular(forward) && !arguments.counts_units() && 20 * key_blocks >= 19 * computing) {
     heads_at_once = 1;
   }
