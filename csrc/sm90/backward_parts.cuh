@@ -149,8 +149,8 @@ __device__ __forceinline__ void store_key_gradient(const BackwardArguments& argu
     T* share = arguments.shares.tile<Shape, T>(arguments.params.forward, task.batch, task.part, task.key_block) + first;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      reinterpret_cast<uint2*>(share)[n * 128 + threadIdx.x % 128] =
-          make_uint2(pack<T>(gradient[n][0], gradient[n][1]), pack<T>(gradient[n][2], gradient[n][3]));
+      __stcs(reinterpret_cast<uint2*>(share) + n * 128 + threadIdx.x % 128,
+             make_uint2(pack<T>(gradient[n][0], gradient[n][1]), pack<T>(gradient[n][2], gradient[n][3])));
     return;
   }
   T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start);

@@ -61,12 +61,17 @@ struct TileScheduler {
   int heads;   // heads * batch; where tiles hold all heads of a group, groups * batch
   int group;   // heads that share the L2; 1 for kByHead and kPairs
   Divisor units_of_group;
-  Divisor full, last;  // heads of a group, and of the last one, which may have less
+  int last_group;      // its number
+  Divisor full, last;  // heads of a group, and of the last one
   int back_from;       // units from this one on come in the opposite order
 
-  static TileScheduler make(TileOrder order, int blocks, int heads, int group) {
-    group = order == TileOrder::kByHead || order == TileOrder::kPairs ? 1 : std::max(1, std::min(group, heads));
-    TileScheduler scheduler{order, blocks, heads, group, {}, Divisor::of(group), Divisor::of(std::max(0, heads - 1) % group + 1), INT_MAX};
+  // The last `together` groups are one, if there are groups.
+  static TileScheduler make(TileOrder order, int blocks, int heads, int group, int together = 1) {
+    const bool grouped = order != TileOrder::kByHead && order != TileOrder::kPairs;
+    group = grouped ? std::max(1, std::min(group, heads)) : 1;
+    const int last_group = std::max<int>(0, ceil_div(heads, group) - (grouped ? together : 1));
+    const Divisor last = Divisor::of(std::max(1, heads - last_group * group));
+    TileScheduler scheduler{order, blocks, heads, group, {}, last_group, Divisor::of(group), last, INT_MAX};
     scheduler.units_of_group = Divisor::of(std::max(1, scheduler.units_of_head() * group));
     return scheduler;
   }
@@ -82,13 +87,13 @@ struct TileScheduler {
   // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (the middle of an odd number of pairs).
   __device__ __forceinline__ bool tile(int unit, int part, int& block, int& batch_head) const {
     if (unit >= back_from) unit = static_cast<int>(units()) - 1 - (unit - back_from);
-    const int number = units_of_group.quotient(unit), rest = unit - number * static_cast<int>(units_of_group.divisor);
+    const int number = min(units_of_group.quotient(unit), last_group), rest = unit - number * static_cast<int>(units_of_group.divisor);
     if (order == TileOrder::kPairs) {
       batch_head = number;
       block = part == 0 ? blocks - 1 - rest : rest;
       return part == 0 || block != blocks - 1 - rest;
     }
-    const Divisor& heads_here = (number + 1) * group <= heads ? full : last;
+    const Divisor& heads_here = number < last_group ? full : last;
     block = heads_here.quotient(rest);
     batch_head = number * group + rest - block * static_cast<int>(heads_here.divisor);
     if (order == TileOrder::kLastBlockFirst) block = blocks - 1 - block;
