@@ -11,16 +11,17 @@ namespace hf_flash2::sm90 {
 // Of shared memory, behind all else, and only where there may be gaps: with 1 KB more, fewer thread blocks or less L1 may be left.
 constexpr int kZeroBytes = 1024;
 // Where zeros are paced, so many times as much is under way at a time.
-constexpr int kZeroGroups = 4;
+constexpr int kZeroGroups = 2;
 
 // By a warp: `for_each(clear)` calls clear(tensor, batch, begin, end, heads, columns) for rows. A thread block has a megabyte or two of them.
 // kPaced: spread over the time of the kernel, so that what it loads does not queue behind them.
 // PERF: padded against packed, 32k tokens of which sequences cover 30 %, causal, d 64 and 128, one H200: a forward took 36 to 46 us more, a
 // backward 124 to 158, when torch filled whole tensors before; then, all zeros at once, -2 to 14 and 13 to 55. With ordinary stores by one
 // warp of each thread block a backward took 215 to 660 us more, with those of the first kernel of the backward 72 to 110. A backward is faster
-// with zeros that are paced and leave L2 first, at 2k, 4k, 8k, TFLOP/s: d 64 301 384 460 -> 305 392 469, d 128 329 441 509 -> 336 455 517; 32 KB
-// at a time in place of 4 are 0.5 to 1.5 % slower, 1 KB 8 % at 2k. Without any zeros it is 337 414 477 and 386 486 537: what is left is memory
-// traffic, 282 MB beside 480. A forward is 1 % slower with paced ones.
+// with zeros that are paced and leave L2 first, at 2k, 4k, 8k, TFLOP/s: d 64 301 384 460 -> 305 392 469, d 128 329 441 509 -> 336 455 517, with
+// 4 KB at a time; 32 are 0.5 to 1.5 % slower, 16 and 8 level, 2 are 0 to 0.8 % faster, 1 is 8 % slower at 2k. Without any zeros it is 337 414
+// 477 and 386 486 537: what is left is memory traffic, 282 MB beside 480. A forward is 1 % slower with paced ones. Zeros that do not wait for the
+// first kernel: level.
 template <bool kPaced, typename F>
 __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
   for (int i = threadIdx.x % 32 * 16; i < kZeroBytes; i += 32 * 16) store_shared(zeros + i, make_uint4(0, 0, 0, 0));
