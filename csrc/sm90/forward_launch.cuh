@@ -215,8 +215,11 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
   const bool few_tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch <= multiprocessors(params.device);
-  const bool small = kHeadDim == 64 ? short_triangle || few_queries : kHeadDim == 128 ? few_tiles || few_queries : short_triangle;
-  return small ? TileSize::kSmall : TileSize::kLarge;
+  if (kHeadDim == 64) return short_triangle || few_queries ? TileSize::kSmall : TileSize::kLarge;
+  if (kHeadDim == 128) return few_tiles || few_queries ? TileSize::kSmall : TileSize::kLarge;
+  const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
+  const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
+  return short_triangle || closer ? TileSize::kSmall : TileSize::kLarge;
 }
 
 // Calls f(shape) with the tiles for this call.
