@@ -56,6 +56,10 @@ class UsageError(BuildError):
     """An option or its variable has a value that cannot be."""
 
 
+class UnusableToolkit(BuildError):
+    """There is an nvcc, which nobody has named, but it will not do."""
+
+
 # ---- What to build with ------------------------------------------------------------------------------------------------------------
 
 
@@ -77,14 +81,19 @@ def find_toolkit() -> Toolkit | None:
     if home and (Path(home) / "bin" / "nvcc").is_file():
         return _inspect(Path(home) / "bin" / "nvcc", "CUDA_HOME")
     passed_over = f"; CUDA_HOME={home} has no bin/nvcc" if home else ""  # a runtime-only install, or a slip
+    unusable = []
     on_path = shutil.which("nvcc")
     candidates = [(Path(entry) / "nvidia" / "cu13" / "bin" / "nvcc", "the nvidia-cuda-nvcc package") for entry in sys.path if entry]
     candidates += [(Path(on_path), "PATH")] if on_path else []
     candidates += [(Path("/usr/local/cuda/bin/nvcc"), "/usr/local/cuda")]
     for nvcc, found in candidates:
         if nvcc.is_file():
-            with contextlib.suppress(BuildError):
+            try:
                 return _inspect(nvcc, found + passed_over)
+            except BuildError as error:
+                unusable.append(error)
+    if unusable:
+        raise UnusableToolkit(str(unusable[0]))
     return None
 
 
@@ -102,7 +111,8 @@ def _inspect(nvcc: Path, found: str) -> Toolkit:
     if _version_tuple(number[1]) < MIN_TOOLKIT:
         wanted = ".".join(map(str, MIN_TOOLKIT))
         raise BuildError(
-            f"hf_flash2: CUDA toolkit must be at least {wanted}, got {number[1]} from {found} ({nvcc}); name a newer one there"
+            f"hf_flash2: CUDA toolkit must be at least {wanted}, got {number[1]} from {found} ({nvcc}); name a newer one there or unset "
+            "it: then the nvidia-cuda-nvcc package is used"
         )
     return Toolkit(Path(here[1].strip()).parent.resolve(), number[1], found)
 
@@ -155,9 +165,14 @@ def reason_not_buildable() -> str | None:
         return f"the CUDA library is built on Linux only, this is {sys.platform}"
     if not find_host_compiler():
         return "there is no C++ compiler (CXX, g++, clang++); install one, e.g. `apt-get install g++`, and run `hf-flash2 build`"
-    if not find_toolkit():
+    try:
+        toolkit = find_toolkit()
+    except UnusableToolkit as error:
+        why = str(error).removeprefix("hf_flash2: ").rsplit("; ", 1)[0]
+        return f"there is no nvcc that will do: {why}; `pip install 'hf_flash2[build]'`, then `hf-flash2 build`"
+    if not toolkit:
         return (
-            "there is no nvcc (HF_FLASH2_NVCC, CUDA_HOME, the nvidia-cuda-nvcc package, PATH); `pip install hf_flash2[build]`, "
+            "there is no nvcc (HF_FLASH2_NVCC, CUDA_HOME, the nvidia-cuda-nvcc package, PATH); `pip install 'hf_flash2[build]'`, "
             "then `hf-flash2 build`"
         )
     if not find_ninja():
@@ -344,6 +359,20 @@ def default_build_folder(csrc: Path) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_flash2" / "build"
 
 
+def _usable_folder(csrc: Path, named: Path | None) -> Path:
+    """The build folder, made where it was not there."""
+    try:
+        folder = (named or default_build_folder(csrc)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        raise BuildError(
+            f"hf_flash2: the build folder cannot be used: {error}; name one that can be written with `hf-flash2 build --build-folder PATH` "
+            "or XDG_CACHE_HOME"
+        ) from error
+    return folder
+
+
 def build(
     *,
     csrc: Path | None = None,
@@ -370,10 +399,10 @@ def build(
     toolkit, compiler = find_toolkit(), find_host_compiler()
     if compiler.launcher:
         say(f"hf_flash2: CXX names {shlex.join(compiler.launcher)} before the compiler, which is left out: nvcc calls the compiler itself")
-    folder = (build_folder or default_build_folder(csrc)).resolve()
+    folder = _usable_folder(csrc, build_folder)
     output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
     jobs_at_once, jobs_reason = choose_jobs()
-    with _lock(folder, say):
+    with _lock(folder, say) as lock:
         jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))
         _write_ninja(folder, csrc, toolkit, compiler, jobs)
         targets = " ".join(sorted({target for job in jobs for arch in job.archs for target in arch.targets}))
@@ -381,7 +410,7 @@ def build(
             f"hf_flash2: building {len(jobs)} objects for {targets} with nvcc {toolkit.version} ({toolkit.found}), "
             f"{jobs_at_once} at once ({jobs_reason})"
         )
-        _run_ninja(folder, jobs_at_once, say)
+        _run_ninja(folder, jobs_at_once, lock, say)
         reports = [report for job in jobs for report in parse_ptxas(job.name, _log(folder, job.name).read_text())]
         allowed_file = csrc / "spills.json"
         problems = judge(reports, json.loads(allowed_file.read_text()) if allowed_file.is_file() else {})
@@ -478,17 +507,26 @@ def _ninja_path(path: Path) -> str:
     return re.sub(r"([ :$])", r"$\1", str(path))
 
 
-def _run_ninja(folder: Path, jobs: int, say: Say) -> None:
-    """Run ninja, pass its progress lines on, and turn a failed command into a BuildError that shows its last lines."""
+def _run_ninja(folder: Path, jobs: int, lock: int, say: Say) -> None:
+    """Run ninja, pass its progress lines on, and turn a failed command into a BuildError that shows its last lines.
+
+    Ninja and the compilers inherit the file descriptor `lock`: it is held until the last of them has ended, however this process ends.
+    """
     command = [find_ninja(), "-C", str(folder), "-j", str(jobs)]
     environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
     failure: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment) as ninja:
-        for line in map(str.rstrip, ninja.stdout):
-            if re.match(r"\[\d+/\d+\] ", line):
-                say(line)
-            elif not line.startswith("ninja: Entering directory"):
-                failure.append(line)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment, pass_fds=(lock,)
+    ) as ninja:
+        try:
+            for line in map(str.rstrip, ninja.stdout):
+                if re.match(r"\[\d+/\d+\] ", line):
+                    say(line)
+                elif not line.startswith("ninja: Entering directory"):
+                    failure.append(line)
+        except BaseException:  # an interrupt, or whatever `say` raises
+            ninja.terminate()  # ends its compilers, too
+            raise
     if ninja.returncode:
         raise BuildError(_failure_report(failure, folder))
 
@@ -525,26 +563,27 @@ HINTS = (
 
 
 @contextlib.contextmanager
-def _lock(folder: Path, say: Say) -> Iterator[None]:
-    """One build at a time in a folder. The system drops the lock when its holder dies, however it dies."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _lock(folder: Path, say: Say) -> Iterator[int]:
+    """One build at a time in a folder. The system drops the lock when its holders have died, however they die."""
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"hf_flash2: waiting for another build in {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock.fileno()
 
 
 def _install(library: Path, output: Path) -> None:
     """Copy in one step: a process that has the old library loaded keeps the old file."""
+    staged = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        staged = output.with_name(f".{output.name}.{os.getpid()}")
         shutil.copy2(library, staged)
         os.replace(staged, output)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
         raise BuildError(
             f"hf_flash2: {output} cannot be written: {error}; use `hf-flash2 build --output PATH` and set HF_FLASH2_LIBRARY=PATH"
         ) from error
@@ -597,6 +636,9 @@ def run(args: argparse.Namespace) -> int:
     except BuildError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("hf_flash2: interrupted; what has been compiled is kept for the next build", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,6 +1,9 @@
 """hf_flash2/build.py: finding the compiler, reading the environment, the gate on ptxas's words, incremental builds, error reports."""
 
+import argparse
 import ctypes
+import errno
+import fcntl
 import fnmatch
 import json
 import os
@@ -95,9 +98,13 @@ def test_named_nvcc_that_does_not_work_is_an_error(only_these_toolkits, monkeypa
 
 
 def test_old_toolkit(only_these_toolkits, monkeypatch, tmp_path):
-    """Named, it is an error; found by chance, it is passed over."""
+    """Named, it is an error; found by chance, the reason not to build, unless another is found."""
     make_nvcc(tmp_path / "path", "11.8.89")
-    assert build.find_toolkit() is None
+    monkeypatch.setattr(build, "find_host_compiler", lambda: build.HostCompiler("g++"))
+    nvcc = tmp_path / "path" / "bin" / "nvcc"
+    assert f"no nvcc that will do: CUDA toolkit must be at least 12.0, got 11.8.89 from PATH ({nvcc});" in build.reason_not_buildable()
+    make_nvcc(tmp_path / "packages" / "nvidia" / "cu13")
+    assert build.find_toolkit().version == "13.0.88"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "path"))
     with pytest.raises(build.BuildError, match=r"at least 12.0, got 11.8.89 from CUDA_HOME"):
         build.find_toolkit()
@@ -443,6 +450,83 @@ def test_second_build_in_a_folder_waits_and_says_so(tmp_path):
     assert entered_early == [False] and said == [f"hf_flash2: waiting for another build in {tmp_path}"]
 
 
+def is_locked(folder: Path) -> bool:
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def until(condition) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_build_that_is_killed_keeps_the_folder_locked_until_its_compilers_have_ended(tmp_path):
+    """Else the next build would run beside them, and link what they write."""
+    ninja = make_executable(tmp_path / "ninja", f"echo '[1/2] compile'; until [ -e {tmp_path}/end ]; do sleep 0.05; done")
+    script = f"""
+from hf_flash2 import build
+build.find_ninja = lambda: {str(ninja)!r}
+with build._lock(build.Path({str(tmp_path)!r}), print) as lock:
+    build._run_ninja(build.Path({str(tmp_path)!r}), 1, lock, lambda line: print(line, flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "[1/2] compile\n"
+        process.kill()
+        process.wait()
+        assert is_locked(tmp_path)
+        (tmp_path / "end").touch()
+        assert until(lambda: not is_locked(tmp_path))
+
+
+def test_an_interrupted_build_ends_its_compilers(tmp_path, monkeypatch):
+    ninja = make_executable(tmp_path / "ninja", f"echo $$ > {tmp_path}/pid; echo '[1/2] compile'; exec sleep 60")
+    monkeypatch.setattr(build, "find_ninja", lambda: str(ninja))
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with build._lock(tmp_path, print) as lock, pytest.raises(KeyboardInterrupt):
+        build._run_ninja(tmp_path, 1, lock, interrupt)
+    assert time.monotonic() - started < 30
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupted(**options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build", interrupted)
+    assert build.run(arguments()) == 130
+    assert capsys.readouterr().err == "hf_flash2: interrupted; what has been compiled is kept for the next build\n"
+
+
+def arguments(*argv: str):
+    parser = argparse.ArgumentParser()
+    build.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_a_build_folder_that_cannot_be_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(build.BuildError, match=r"the build folder cannot be used: .*file.*--build-folder PATH"):
+        build._usable_folder(ROOT / "csrc", tmp_path / "file")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(build.BuildError, match="home directory.*XDG_CACHE_HOME"):
+        build._usable_folder(tmp_path / "csrc", None)
+
+
 @needs_compiler
 def test_narrowed_build_says_so_in_the_library(tree):
     tree.build(archs="90+PTX", head_dims="64")
@@ -526,6 +610,17 @@ def test_output_that_cannot_be_written_names_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(build.BuildError, match="--output PATH"):
         build._install(tmp_path / "file", tmp_path / "file" / "lib.so")
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(source, target):
+        Path(target).write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build.shutil, "copy2", full)
+    with pytest.raises(build.BuildError, match="No space left"):
+        build._install(tmp_path / "file", tmp_path / "new" / "lib.so")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 # ---- Packaging ---------------------------------------------------------------------------------------------------------------------
