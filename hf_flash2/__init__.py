@@ -6,7 +6,8 @@
 README.md has the rest.
 """
 
-import importlib
+import importlib.util
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,12 @@ __all__ = [
     "unpatch",
     "verify",
 ]
+
+# In a checkout, `patches` lies beside this folder, and setup.py maps it to hf_flash2.patches. This does so where nothing is installed, or
+# where Python was started in the checkout, which hides the installed package.
+_checkout = Path(__file__).resolve().parents[1]
+if (_checkout / "patches" / "contract.py").is_file() and importlib.util.find_spec("hf_flash2.patches") is None:
+    __path__.append(str(_checkout))
 
 OLDEST_TORCH = (2, 6)  # before, Transformers makes no masks of documents, and eager and SDPA let them see each other
 

@@ -44,10 +44,7 @@ def library() -> ctypes.CDLL:
             "`hf-flash2 build --output PATH` makes, or unset it to use the package's own"
         )
     if not path.is_file():
-        raise NotAvailableError(
-            f"the CUDA kernels are not built ({path} does not exist); run `hf-flash2 build`, or reinstall hf_flash2 on a machine "
-            "with a C++ compiler and without HF_FLASH2_SKIP_CUDA"
-        )
+        raise NotAvailableError(f"the CUDA kernels are not built ({path} does not exist); {_how_to_build()}")
     lib = load(path, f"hf-flash2 build --output {path}" if named else "hf-flash2 build")
     version = json.loads(lib.hf_flash2_build_info())["version"]
     if version != __version__ and not named:  # `hf-flash2 build` writes a file that pip does not know: an uninstall leaves it behind
@@ -55,14 +52,39 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def _how_to_build() -> str:
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "setup.py").is_file():
+        return (
+            f"run `python -m hf_flash2 build` in {checkout}, the checkout that Python takes hf_flash2 from; if it is installed, too, "
+            "Python was started in the checkout, which hides it: start it in another folder, or install with `pip install -e .`"
+        )
+    return (
+        "run `hf-flash2 build`, or reinstall hf_flash2 on a machine with a C++ compiler and without HF_FLASH2_SKIP_CUDA: "
+        "`pip install --no-cache-dir --force-reinstall --no-deps`, as pip keeps the wheel that it made without"
+    )
+
+
 def load(path: Path, rebuild: str) -> ctypes.CDLL:
     """A library from a file. Raises NotAvailableError with the reason, and `rebuild` as the command to run."""
     try:
-        lib = ctypes.CDLL(str(path))
+        _check_complete(path)
+        lib = ctypes.CDLL(str(path.absolute()))  # a name without a folder would be looked for where the system has its libraries
         _declare(lib)
     except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
         raise NotAvailableError(f"{path} cannot be loaded: {error}; rebuild it with `{rebuild}`") from error
     return lib
+
+
+def _check_complete(path: Path) -> None:
+    """Loading a library that was cut off, as by a full disk, would end the process. It ends with its section headers (ELF: e_shoff)."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":
+        offset, size, count = (int.from_bytes(header[begin:end], "little") for begin, end in ((40, 48), (58, 60), (60, 62)))
+        end = offset + size * count
+        if path.stat().st_size < end:
+            raise OSError(f"the file has been cut off: {path.stat().st_size} of at least {end} bytes are there")
 
 
 def _declare(lib: ctypes.CDLL) -> None:

@@ -1,4 +1,4 @@
-"""What all tests share: the device and kernel family they run on, `hf_flash2.patches` from a bare checkout, the record of a GPU run."""
+"""What all tests share: the device and kernel family they run on, and the record of a GPU run."""
 
 import datetime
 import importlib.util
@@ -15,21 +15,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 if importlib.util.find_spec("hf_flash2") is None:  # neither installed nor on PYTHONPATH
     sys.path.insert(0, str(ROOT))
-
-
-class _PatchesFinder:
-    """setup.py maps the folder patches/ to hf_flash2.patches; this does the same for a checkout that is not installed."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        folder = ROOT / "patches"
-        if name != "hf_flash2.patches" or not (folder / "__init__.py").is_file():
-            return None
-        return importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-
-
-sys.meta_path.append(_PatchesFinder)  # last: an installed hf_flash2.patches wins
-
 
 from hf_flash2 import kernels, native  # noqa: E402
 

@@ -665,6 +665,16 @@ def test_wheel(tmp_path, skip):
         assert re.fullmatch(rf"hf_flash2-{version}-py3-none-linux_\w+\.whl", wheel.name) and not said
 
 
+def test_a_checkout_has_its_patches(tmp_path):
+    """Without an install, and where Python runs in the checkout, which hides an installed package."""
+    script = (
+        "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in str(finder).lower()]; "
+        "import hf_flash2, hf_flash2.patches; print(hf_flash2.patches.__file__, callable(hf_flash2.patch))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(ROOT / "patches" / "__init__.py"), "True"]
+
+
 @pytest.mark.parametrize("version", ["65.5.0", "75.8.2"])
 def test_setuptools_that_is_too_old_is_named(tmp_path, version):
     """Without build isolation nobody reads what pyproject.toml requires; 65 has no bdist_wheel, 75 refuses the license of the project."""

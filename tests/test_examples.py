@@ -166,7 +166,7 @@ def in_two_processes(function, arguments: list[str]) -> None:
 
 def join(rank: int, port: int) -> None:
     """Become one of two processes, as `torchrun` and `accelerate launch` start them."""
-    import conftest  # noqa: F401 - hf_flash2.patches from a bare checkout
+    import conftest  # noqa: F401 - hf_flash2 from a bare checkout
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

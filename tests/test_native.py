@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import types
 from pathlib import Path
 from unittest import mock
@@ -13,6 +15,7 @@ import torch
 from hf_flash2 import __version__, native, ops
 
 ROOT = Path(__file__).resolve().parents[1]
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 @pytest.fixture
@@ -83,6 +86,34 @@ def test_a_library_that_lacks_a_function_is_refused(monkeypatch, unloaded):
     path = Path(torch.__file__).parent / "lib/libc10.so"
     monkeypatch.setenv("HF_FLASH2_LIBRARY", str(path))
     with pytest.raises(native.NotAvailableError, match=f"hf_flash2_forward.*rebuild it with `hf-flash2 build --output {path}`"):
+        native.library()
+
+
+@needs_cc
+def test_a_library_is_named_by_a_relative_path_or_cut_off(monkeypatch, tmp_path, unloaded):
+    """The loader looks for a name without a folder elsewhere, and it takes a file that has been cut off for whole: the process ends."""
+    (tmp_path / "empty.c").write_text("int nothing[100000] = {1};")
+    subprocess.run(["cc", "-shared", "-o", tmp_path / "mine.so", tmp_path / "empty.c"], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", "mine.so")
+    with pytest.raises(native.NotAvailableError, match="mine.so cannot be loaded: .*undefined symbol: hf_flash2_forward;"):
+        native.library()
+    whole = Path("mine.so").read_bytes()
+    for size in (len(whole) // 3, len(whole) - 1):
+        Path("mine.so").write_bytes(whole[:size])
+        with pytest.raises(native.NotAvailableError, match=f"mine.so cannot be loaded: the file has been cut off: {size} of at least"):
+            native.library()
+
+
+def test_what_to_do_where_nothing_is_built(monkeypatch, tmp_path, unloaded):
+    monkeypatch.delenv("HF_FLASH2_LIBRARY", raising=False)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "checkout/hf_flash2/native.py"))
+    with pytest.raises(native.NotAvailableError, match="run `hf-flash2 build`, or reinstall.*--no-cache-dir"):
+        native.library()
+    native.library.cache_clear()
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout/setup.py").touch()
+    with pytest.raises(native.NotAvailableError, match=f"run `python -m hf_flash2 build` in {tmp_path}/checkout, .*pip install -e"):
         native.library()
 
 

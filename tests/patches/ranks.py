@@ -12,9 +12,7 @@ def run_two(module: str, function: str, folder: Path) -> None:
     """Run module.function(rank, folder) of this folder's tests in two processes that can talk to each other; raises what either printed."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    code = (
-        f"import conftest, ranks, {module}; ranks.join({module}.{function}, {{}}, {str(folder)!r})"  # conftest: a bare checkout's patches
-    )
+    code = f"import conftest, ranks, {module}; ranks.join({module}.{function}, {{}}, {str(folder)!r})"  # conftest: from a bare checkout
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code.format(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
