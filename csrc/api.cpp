@@ -22,6 +22,9 @@
 #ifndef HF_FLASH2_ARCHS
 #define HF_FLASH2_ARCHS "unknown"
 #endif
+#ifndef HF_FLASH2_SOURCES
+#define HF_FLASH2_SOURCES "unknown"
+#endif
 #ifndef HF_FLASH2_TOOLKIT
 #define HF_FLASH2_TOOLKIT "unknown"
 #endif
@@ -415,8 +418,8 @@ int hf_flash2_check_device(int device) {
 
 const char* hf_flash2_build_info(void) {
   static const std::string info =
-      std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT "\", \"archs\": \"" HF_FLASH2_ARCHS
-                  "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
+      std::string("{\"version\": \"" HF_FLASH2_VERSION "\", \"sources\": \"" HF_FLASH2_SOURCES "\", \"toolkit\": \"" HF_FLASH2_TOOLKIT
+                  "\", \"archs\": \"" HF_FLASH2_ARCHS "\", \"head_dims\": [" HF_FLASH2_HEAD_DIMS "], \"families\": [\"sm80\"") +
       (kHasSm90 ? ", \"sm90\"]}" : "]}");
   return info.c_str();
 }

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import fcntl
 import fnmatch
+import hashlib
 import importlib.util
 import json
 import os
@@ -352,6 +353,14 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else installed.parents[1] / "csrc"
 
 
+def digest_of_sources(csrc: Path) -> str:
+    """What a library says it was built from."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h", ".py")):
+        digest.update(f"{path.relative_to(csrc)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def default_build_folder(csrc: Path) -> Path:
     """build/kernels of the checkout that csrc belongs to, else a folder in the user's cache."""
     if (csrc.parent / "pyproject.toml").is_file():
@@ -451,7 +460,10 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
         f'HF_FLASH2_HEAD_DIMS="{",".join(map(str, head_dims))}"',
     )
     for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("*.cu")]):
-        jobs.append(Job(source, source.stem, of_family["sm80"] if source.suffix == ".cu" else (), defines))
+        if source.suffix == ".cu":
+            jobs.append(Job(source, source.stem, of_family["sm80"], defines))
+        else:
+            jobs.append(Job(source, source.stem, (), (*defines, f'HF_FLASH2_SOURCES="{digest_of_sources(csrc)}"')))
     return jobs
 
 

@@ -154,6 +154,9 @@ def _library() -> dict[str, Any]:
     try:
         library |= native.build_info()
         library["mb"] = round(path.stat().st_size / 1e6, 1)
+        csrc = build.source_folder()
+        stale = csrc.is_dir() and library.get("sources") != build.digest_of_sources(csrc)
+        library["stale"] = f"it was built from other sources than those in {csrc}; `hf-flash2 build` compiles them" if stale else None
     except native.NotAvailableError as error:
         library["error"] = str(error)
         library["rebuild"] = _how_to_rebuild()
@@ -303,6 +306,8 @@ def _render_library(library: dict[str, Any], add: Callable[[str, object], None])
         return
     head_dims = ", ".join(map(str, library["head_dims"]))
     add("", f"{library['mb']} MB, version {library['version']}, CUDA {library['toolkit']}, {library['archs']}, head dims {head_dims}")
+    if library["stale"]:
+        add("", library["stale"])
 
 
 def _render_backends(rows: list[dict[str, str | None]], add: Callable[[str, object], None]) -> None:

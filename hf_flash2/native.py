@@ -105,7 +105,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 
 def build_info() -> dict:
-    """What the library was built from and for: version, toolkit, archs, head_dims, families."""
+    """What the library was built from and for: version, sources (a digest), toolkit, archs, head_dims, families."""
     return json.loads(library().hf_flash2_build_info())
 
 

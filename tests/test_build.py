@@ -349,7 +349,7 @@ API = """
 extern "C" __attribute__((visibility("default"))) const char* info() {
   int count = 0;
   cudaGetDeviceCount(&count);
-  return HF_FLASH2_VERSION " " HF_FLASH2_TOOLKIT " " HF_FLASH2_ARCHS " " HF_FLASH2_HEAD_DIMS;
+  return HF_FLASH2_VERSION " " HF_FLASH2_TOOLKIT " " HF_FLASH2_ARCHS " " HF_FLASH2_HEAD_DIMS " " HF_FLASH2_SOURCES;
 }
 """
 # 64 live accumulators in the 32 registers that two blocks of 1024 threads leave
@@ -403,7 +403,7 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
     assert [line.split("]")[0] for line in progress] == [f"[{i}/4" for i in range(1, 5)]
     assert re.fullmatch(r"hf_flash2: built .* in \d+ s, largest compiler process [\d.]+ GiB", lines[-1])
     version = build.package_version()
-    assert tree.info() == f"{version} {build.find_toolkit().version} sm_80 64,128"
+    assert tree.info() == f"{version} {build.find_toolkit().version} sm_80 64,128 {build.digest_of_sources(tree.csrc)}"
 
     def compiled() -> list[str]:
         return sorted(line.split("] ")[1] for line in tree.build() if line.startswith("["))
@@ -411,7 +411,7 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
     assert compiled() == []
     time.sleep(0.01)
     (tree.csrc / "kernel.cuh").write_text(KERNEL + "// changed\n")
-    assert compiled() == ["forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"]
+    assert compiled() == ["api", "forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"]  # api: digest_of_sources
     time.sleep(0.01)
     (tree.csrc / "api.cpp").write_text(API + "// changed\n")
     assert compiled() == ["api", "link libhf_flash2.so"]
@@ -530,7 +530,7 @@ def test_a_build_folder_that_cannot_be_is_named(tmp_path, monkeypatch):
 @needs_compiler
 def test_narrowed_build_says_so_in_the_library(tree):
     tree.build(archs="90+PTX", head_dims="64")
-    assert tree.info().split()[2:] == ["sm_90,compute_90", "64"]
+    assert tree.info().split()[2:4] == ["sm_90,compute_90", "64"]
     with pytest.raises(build.BuildError, match="there are no kernels for 90a"):
         tree.build(archs="90a")
 
