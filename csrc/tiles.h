@@ -114,7 +114,7 @@ namespace hf_flash2::sm90 {
 // Few queries (a tile is not full): more blocks have more loads in flight. PERF: one query, 32/8 heads, 32 sequences of 8k: d 64 182 -> 132 us,
 // d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
 // At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
-// 609 -> 619. Full, they are taken where they cover a twentieth less than blocks of 80: at 512 563 -> 566, from 1k on level.
+// 609 -> 619. Full, they are taken where they cover a twentieth less than blocks of 80: at 192, 448, 512, 576 254 461 525 489 -> 264 473 549 543.
 enum class TileSize { kSmall, kLarge };
 template <int kHeadDim>
 constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;

@@ -74,7 +74,10 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The CUDA compiler to use, or None when there is none. One that was named but is unusable raises BuildError."""
+    """The CUDA compiler to use, or None when there is none.
+
+    Raises BuildError for one that was named but will not do, UnusableToolkit where none of those that were found will.
+    """
     named = os.environ.get("HF_FLASH2_NVCC")
     if named:
         return _inspect(Path(named), "HF_FLASH2_NVCC")

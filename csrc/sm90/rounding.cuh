@@ -19,7 +19,7 @@ struct RoundingSizes {
 template <typename T>
 struct RoundingChunk {
   bool here, done;       // it has queries and columns, and nobody has rounded it; no key block will add to it any more
-  bool written;          // or no key has been seen: then it is zero, and nothing was stored (kFirstStoresDq)
+  bool written;          // or no key has been seen: then it is zero, and nothing was stored
   int queries, columns;  // from its first on, which rows points to
   T* rows;
   const float* sums;
@@ -50,7 +50,7 @@ struct RoundingChunk {
       found.here = chunk >= workspace.rounded[chunk % (arguments.rounding_blocks * Sizes::kWarps)];
     }
     const int64_t tile = workspace.first_block(forward, at.batch, at.head, Shape::kBlockM) + at.number;
-    found.written = !Shape::kFirstStoresDq || *workspace.semaphore(tile) != 0;
+    found.written = *workspace.semaphore(tile) != 0;
     found.rows = token_pointer<T>(arguments.params.dq, at.batch, at.head, q.start + first_query) + first_column;
     found.sums = workspace.dq + (tile * Sizes::kOfTile + part) * Sizes::kFloats;
     return found;
