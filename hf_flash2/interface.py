@@ -272,9 +272,10 @@ def _join_trl() -> bool:
 # copy and save it:
 #   bool  [B, Sk]         True = a real key; the queries are the last columns
 #   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
-#   uint8 [B, 3 * Sk]     documents, no cache: real keys | zeros | first token of each document
+#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document
 #   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
-# An attribute on the same tensor, a `_Sequences` (a reason for the last form), spares the layers deriving the same again.
+# An attribute on the same tensor, a `_Sequences` (a reason for the last form), spares the layers deriving the same again. A model may hand
+# its mask to a decoder that asks for one again: then Transformers makes bool of two dimensions, which the first two forms survive.
 _ATTRIBUTE = "_hf_flash2"
 _MAYBE_DOCUMENTS = (
     "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
@@ -318,7 +319,7 @@ class _Sequences:
 
     @classmethod
     def read(cls, mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> "_Sequences":
-        """From a 2-D mask: one of ours, or one that a model hands on as the user gave it."""
+        """From a mask of ours, or a 2-D one that a model hands on as the user gave it."""
         attached = getattr(mask, _ATTRIBUTE, None)
         if isinstance(attached, cls):
             if attached.key_mask.shape[1] != seqlen_k:
@@ -327,10 +328,12 @@ class _Sequences:
                     'cache needs config.is_decoder=True; if it is one, use attn_implementation="sdpa"'
                 )
             return attached
+        if _holds_documents(mask):
+            return cls(mask[:, 0].bool(), 0, mask[:, 1].bool())
         width = mask.shape[1]
-        if mask.dtype == torch.uint8 and width in (2 * seqlen_k, 3 * seqlen_k):
-            planes = mask.unflatten(1, (-1, seqlen_k)).bool()
-            return cls(planes[:, 0], planes[0, 1].sum(), planes[:, 2] if width == 3 * seqlen_k else None)
+        if mask.dtype == torch.uint8 and width == 2 * seqlen_k:
+            planes = mask.unflatten(1, (2, seqlen_k)).bool()
+            return cls(planes[:, 0], planes[0, 1].sum())
         if width >= seqlen_k:  # a sliding cache holds the last columns
             return cls(mask[:, width - seqlen_k :].bool())
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
@@ -401,7 +404,7 @@ def hf_flash2_mask(
         kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part.
         q_length, q_offset: likewise for the queries (Transformers 5); 4.57 passes cache_position [q_length] instead.
         mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
-        attention_mask: bool [B, keys seen so far], True = a real token, or None.
+        attention_mask: bool [B, keys seen so far], True = a real token; a mask of ours; or None.
     Returns:
         None when certainly nothing is padded; else one of the forms listed above `_ATTRIBUTE`.
     """
@@ -412,6 +415,13 @@ def hf_flash2_mask(
     if isinstance(q_offset, torch.Tensor):
         q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
+    if attention_mask is not None and _holds_documents(attention_mask):
+        attached = getattr(attention_mask, _ATTRIBUTE, None)
+        if pattern.reason is None and isinstance(attached, _Sequences) and attached.causal == pattern.causal:
+            return attention_mask
+        numbers = attention_mask[:, 1].cumsum(1)
+        mask_function = _masking.and_masks(mask_function, _masking.packed_sequence_mask_function(numbers))
+        pattern, attention_mask = pattern._replace(documents=numbers), None
     if pattern.reason is not None:
         queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
         mask = _masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
@@ -423,7 +433,7 @@ def hf_flash2_mask(
         numbers = pattern.documents.expand(batch_size, -1)
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
         real = torch.ones_like(starts)
-        return _attach(torch.cat((real, ~real, starts), 1).to(torch.uint8), _Sequences(real, 0, starts, pattern.causal))
+        return _attach(torch.stack((real, starts), 1).to(torch.uint8), _Sequences(real, 0, starts, pattern.causal))
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
@@ -439,6 +449,10 @@ def hf_flash2_mask(
     key_mask = key_mask & (column < q_offset + q_length)
     mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
     return _attach(mask, _Sequences(key_mask, q_offset, causal=pattern.causal))
+
+
+def _holds_documents(mask: torch.Tensor) -> bool:
+    return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
 
 
 def _attach(mask: torch.Tensor, attribute: _Sequences | str) -> torch.Tensor:
@@ -557,8 +571,9 @@ def _modeling_source(config_class: type) -> str:
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "grid_thw",
-    "guidance_scale", "ignore_index", "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep",
-    "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "guidance_scale", "ignore_index", "image_sizes", "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args",
+    "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
+    "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss",
     "return_shared_kv_states", "seq_idx", "shift_labels", "token_type_ids", "use_cache", "vision_feature_layer",
     "vision_feature_select_strategy",
@@ -573,6 +588,10 @@ _UNSUPPORTED = {
     "indices": "selects keys",
     "block_indices": "selects keys",
 }
+
+
+# These layers hand on the window of their model's encoder: their own masks have none, as they see all of the context.
+_WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention"}
 
 
 def hf_flash2_attention(
@@ -613,6 +632,8 @@ def hf_flash2_attention(
     if scaling is None and hasattr(module, "scale_attn_weights"):
         # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
         is_causal, scaling = not module.is_cross_attention, gpt2_scaling(module)
+    if type(module).__name__ in _WITHOUT_WINDOW:
+        sliding_window = None
     out = attend(
         module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
         causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -715,7 +736,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
         if getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS:
             return None, documents, None
         return None, None, _within_documents(attention_mask, documents, q.shape[:2], k.shape[:2])
-    if attention_mask.dim() != 2:
+    if attention_mask.dim() != 2 and not _holds_documents(attention_mask):
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
     if attention_mask.shape[0] != q.shape[0]:
         raise ValueError(f"attention_mask must have a row for each of the {q.shape[0]} of the batch, got {list(attention_mask.shape)}")

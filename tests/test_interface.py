@@ -3,9 +3,18 @@
 import pytest
 import tiny_models as tiny
 import torch
+import transformers
 from tiny_models import BATCH, DTYPES, PADDINGS, SEQLEN, VERSION
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DataCollatorWithFlattening, DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    DataCollatorWithFlattening,
+    DynamicCache,
+    GenerationConfig,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    StaticCache,
+    masking_utils,
+)
 
 from hf_flash2 import interface
 
@@ -156,6 +165,39 @@ def test_no_position_sees_a_later_token(family, padding, device):
     assert difference[:, position][kept[:, position]].min() > 1e-3
 
 
+def diffusion_gemma(implementation: str, device) -> torch.nn.Module:
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = size | {
+        "vocab_size": 61, "head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2, "sliding_window": 9, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = transformers.DiffusionGemmaConfig(text_config=text, canvas_length=10)
+    vision = size | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "global_head_dim": 16}
+    for name, value in vision.items() if config.vision_config is not None else ():
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, value)
+    model = transformers.DiffusionGemmaForBlockDiffusion._from_config(config, attn_implementation=implementation).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.float().parameters():
+        if parameter.dim() > 1:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model.to(device, DTYPES[0])
+
+
+@pytest.mark.skipif(VERSION < (5, 23), reason="this Transformers has no DiffusionGemma, or none with a vision tower by default")
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_that_layers_hand_on_and_the_mask_does_not_have(padded, device):
+    """DiffusionGemma's decoder sees the whole context and all of its canvas, whatever its layers say."""
+    ours, eager = diffusion_gemma("hf_flash2", device), diffusion_gemma("eager", device)
+    inputs = {"input_ids": tiny.tokens(device, 2, 24), "decoder_input_ids": tiny.tokens(device, 2, 10, seed=2)}
+    if padded:
+        mask = torch.ones(2, 34, dtype=torch.long, device=device)
+        mask[1, :11] = 0
+        inputs |= {"attention_mask": mask[:, :24], "decoder_attention_mask": mask}
+    tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), logits(tiny.eager_in_float32(eager), **inputs))
+
+
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 LENGTHS = (7, 1, 12, 4)
@@ -205,6 +247,62 @@ def test_documents_in_several_rows(device):
     truth = logits(tiny.eager_in_float32(eager), **inputs)
     tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), truth)
     assert routes(ours, **inputs) == {"documents"}
+
+
+def paligemma(implementation: str, device) -> torch.nn.Module:
+    text = {
+        "model_type": "gemma", "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.25, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=60, projection_dim=64)
+    torch.manual_seed(0)
+    return PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=implementation).eval().to(device, DTYPES[0])
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its masks do not look at position_ids before Transformers 5, whatever the implementation")
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_documents_where_the_decoder_of_a_model_asks_for_its_mask_again(use_cache, device):
+    ours, eager = paligemma("hf_flash2", device), paligemma("eager", device)
+    exact = tiny.eager_in_float32(eager)
+    ids = tiny.tokens(device, 1, sum(LENGTHS))
+    position_ids = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(device) + 1  # it counts from 1
+    found = logits(ours, input_ids=ids, position_ids=position_ids, use_cache=use_cache)[0].split(LENGTHS)
+    for ours_document, document in zip(found, ids.split(LENGTHS, 1), strict=True):
+        alone = {"input_ids": document, "use_cache": False}
+        tiny.assert_as_exact_as_eager(ours_document, logits(eager, **alone)[0], logits(exact, **alone)[0])
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("pattern", ["causal", "bidirectional", "of its own"])
+def test_a_mask_of_documents_that_is_asked_for_again(pattern, attached, device):
+    """With another pattern, and by a model that hands on a copy."""
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2]], device=device)
+    same = numbers[:, :, None] == numbers[:, None]
+    causal = torch.ones(8, 8, dtype=torch.bool, device=device).tril()
+    described = {"batch_size": 2, "kv_length": 8, "device": device, "dtype": DTYPES[0], "config": None}
+    described |= {"q_length": 8, "q_offset": 0} if VERSION >= (5, 0) else {"cache_position": torch.arange(8, device=device)}
+    functions = {
+        "causal": (masking_utils.causal_mask_function, causal),
+        "bidirectional": (getattr(masking_utils, "bidirectional_mask_function", None), torch.ones_like(causal)),
+        "of its own": (lambda batch, head, query, key: (key <= query) & (key != 1), causal & (torch.arange(8, device=device) != 1)),
+    }
+    function, visible = functions[pattern]
+    if function is None:
+        pytest.skip("this Transformers has no such mask")
+    packed = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(numbers))
+    mask = interface.hf_flash2_mask(mask_function=packed, attention_mask=None, **described)
+    again = interface.hf_flash2_mask(mask_function=function, attention_mask=mask if attached else mask.clone(), **described)
+    q, k, v = (torch.randn(2, 8, 2, 16, device=device, dtype=DTYPES[0]) for _ in range(3))
+    out = interface.attend(torch.nn.Module(), q, k, v, again, causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float().transpose(1, 2) for x in (q, k, v)), attn_mask=(visible & same)[:, None]
+    ).transpose(1, 2)
+    seen = (visible & same).any(-1)  # a row that sees nothing is whatever SDPA makes of it
+    torch.testing.assert_close(out.float()[seen], expected[seen], atol=1e-5 if DTYPES[0] == torch.float32 else 2e-2, rtol=0)
 
 
 def test_one_document_is_not_packed(device):
