@@ -476,10 +476,15 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, compiler: HostCompi
     link = folder / "toolkit"
     link.unlink(missing_ok=True)
     link.symlink_to(toolkit.root)
+    # The sources by a link, too, and all paths from the build folder on: nvcc splits paths at commas and hands them to a shell unquoted.
+    # The link is named after the folder, as the same names in another one are other sources.
+    sources = folder / f"csrc-{hashlib.sha256(os.fsencode(csrc)).hexdigest()[:8]}"
+    sources.unlink(missing_ok=True)
+    sources.symlink_to(csrc)
     nvcc = ["toolkit/bin/nvcc", *compiler.nvcc_flags]
     includes = [flag for path in ("include", "include/cccl") if (toolkit.root / path).is_dir() for flag in ("-isystem", f"toolkit/{path}")]
     libraries = [f"-Ltoolkit/{path}" for path in ("lib64", "lib") if (toolkit.root / path).is_dir()]
-    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", str(csrc), "-I", "generated", f'-DHF_FLASH2_TOOLKIT="{toolkit.version}"']
+    compile_flags = [*nvcc, *COMMON_FLAGS, *includes, "-I", sources.name, "-I", "generated", f'-DHF_FLASH2_TOOLKIT="{toolkit.version}"']
     # --exclude-libs hides the static CUDA runtime from the one that torch loads; -z defs finds a missing kernel now and not at load time.
     link_flags = [*nvcc, "-shared", "-cudart", "static", *libraries, "-Xlinker", "--exclude-libs=ALL,-z,defs,-s"]
     lines = [
@@ -494,11 +499,15 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, compiler: HostCompi
         f"  command = {_ninja(shlex.join(link_flags))} $in -o $out",
         f"  description = link {LIBRARY_NAME}",
     ]
+
+    def inside(source: Path) -> Path:
+        return Path(sources.name) / source.relative_to(csrc) if source.is_relative_to(csrc) else source.relative_to(folder)
+
     for job in jobs:
         flags = [*(flag for arch in job.archs for flag in arch.flags), *(f"-D{define}" for define in job.defines)]
         targets = " ".join(target for arch in job.archs for target in arch.targets)
         lines += [
-            f"build {_object(job.name)}: compile {_ninja_path(job.source)}",
+            f"build {_object(job.name)}: compile {_ninja_path(inside(job.source))}",
             f"  flags = {_ninja(shlex.join(flags))}",
             f"  label = {job.label} {targets}".rstrip(),
         ]

@@ -366,11 +366,14 @@ template <int N> __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
 needs_compiler = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=f"{build.reason_not_buildable()}")
 
 
+NAME = 'a b\'s, $c: "d"'
+
+
 class Tree:
-    """A source tree in a folder with a blank in its name, and what building it said."""
+    """A source tree in a folder with what a shell, nvcc and ninja mind in its name, and what building it said."""
 
     def __init__(self, folder: Path):
-        self.csrc, self.output, self.folder = folder / "a b" / "csrc", folder / "lib.so", folder / "a b" / "build"
+        self.csrc, self.output, self.folder = folder / NAME / "csrc", folder / "lib.so", folder / NAME / "build"
         self.csrc.mkdir(parents=True)
         for name, text in {"instantiate.py": INSTANTIATE, "kernel.cuh": KERNEL, "api.cpp": API}.items():
             (self.csrc / name).write_text(text)
