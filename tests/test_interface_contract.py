@@ -160,6 +160,7 @@ def test_harmless_arguments_are_ignored(device):
         "cache_position": None,
         "guidance_scale": 5.0,  # Janus, while it generates an image
         "ignore_index": -1,  # of the loss
+        "image_sizes": torch.tensor([[16, 16]]),  # InternVL and others
         "return_shared_kv_states": True,  # Gemma 4, for its assistant
         "vision_feature_layer": [-2],  # Molmo 2
     }
