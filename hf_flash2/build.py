@@ -58,7 +58,11 @@ class UsageError(BuildError):
 
 
 class UnusableToolkit(BuildError):
-    """There is an nvcc, which nobody has named, but it will not do."""
+    """An nvcc that will not do: why, and what to do about it where somebody has named it."""
+
+    def __init__(self, why: str, remedy: str):
+        super().__init__(f"hf_flash2: {why}; {remedy}")
+        self.why = why
 
 
 # ---- What to build with ------------------------------------------------------------------------------------------------------------
@@ -73,10 +77,10 @@ class Toolkit:
     found: str
 
 
-def find_toolkit() -> Toolkit | None:
-    """The CUDA compiler to use, or None when there is none.
+def find_toolkit(unusable: list[UnusableToolkit] | None = None) -> Toolkit | None:
+    """The CUDA compiler to use, or None when there is none. Raises UnusableToolkit for one that was named but will not do.
 
-    Raises BuildError for one that was named but will not do, UnusableToolkit where none of those that were found will.
+    One that will not do and that nobody has named is passed over; `unusable` collects those.
     """
     named = os.environ.get("HF_FLASH2_NVCC")
     if named:
@@ -85,7 +89,6 @@ def find_toolkit() -> Toolkit | None:
     if home and (Path(home) / "bin" / "nvcc").is_file():
         return _inspect(Path(home) / "bin" / "nvcc", "CUDA_HOME")
     passed_over = f"; CUDA_HOME={home} has no bin/nvcc" if home else ""  # a runtime-only install, or a slip
-    unusable = []
     on_path = shutil.which("nvcc")
     candidates = [(Path(entry) / "nvidia" / "cu13" / "bin" / "nvcc", "the nvidia-cuda-nvcc package") for entry in sys.path if entry]
     candidates += [(Path(on_path), "PATH")] if on_path else []
@@ -94,10 +97,9 @@ def find_toolkit() -> Toolkit | None:
         if nvcc.is_file():
             try:
                 return _inspect(nvcc, found + passed_over)
-            except BuildError as error:
-                unusable.append(error)
-    if unusable:
-        raise UnusableToolkit(str(unusable[0]))
+            except UnusableToolkit as error:
+                if unusable is not None:
+                    unusable.append(error)
     return None
 
 
@@ -107,16 +109,16 @@ def _inspect(nvcc: Path, found: str) -> Toolkit:
         # nvcc may be a wrapper script or a link: only it knows where it lives.
         dryrun = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"hf_flash2: {found} names {nvcc}, which does not run: {error}; point it at a working nvcc or unset it") from error
+        raise UnusableToolkit(f"{found} names {nvcc}, which does not run: {error}", "point it at a working nvcc or unset it") from error
     number = re.search(r"\bV(\d+\.\d+\.\d+)", version)
     here = re.search(r"_HERE_=(.+)", dryrun)
     if not number or not here:
-        raise BuildError(f"hf_flash2: {found} names {nvcc}, which does not answer like nvcc; point it at a working nvcc or unset it")
+        raise UnusableToolkit(f"{found} names {nvcc}, which does not answer like nvcc", "point it at a working nvcc or unset it")
     if _version_tuple(number[1]) < MIN_TOOLKIT:
         wanted = ".".join(map(str, MIN_TOOLKIT))
-        raise BuildError(
-            f"hf_flash2: CUDA toolkit must be at least {wanted}, got {number[1]} from {found} ({nvcc}); name a newer one there or unset "
-            "it: then the nvidia-cuda-nvcc package is used"
+        raise UnusableToolkit(
+            f"CUDA toolkit must be at least {wanted}, got {number[1]} from {found} ({nvcc})",
+            "name a newer one there or unset it: then the nvidia-cuda-nvcc package is used",
         )
     return Toolkit(Path(here[1].strip()).parent.resolve(), number[1], found)
 
@@ -169,16 +171,11 @@ def reason_not_buildable() -> str | None:
         return f"the CUDA library is built on Linux only, this is {sys.platform}"
     if not find_host_compiler():
         return "there is no C++ compiler (CXX, g++, clang++); install one, e.g. `apt-get install g++`, and run `hf-flash2 build`"
-    try:
-        toolkit = find_toolkit()
-    except UnusableToolkit as error:
-        why = str(error).removeprefix("hf_flash2: ").rsplit("; ", 1)[0]
-        return f"there is no nvcc that will do: {why}; `pip install 'hf_flash2[build]'`, then `hf-flash2 build`"
-    if not toolkit:
-        return (
-            "there is no nvcc (HF_FLASH2_NVCC, CUDA_HOME, the nvidia-cuda-nvcc package, PATH); `pip install 'hf_flash2[build]'`, "
-            "then `hf-flash2 build`"
-        )
+    unusable: list[UnusableToolkit] = []
+    if not find_toolkit(unusable):
+        places = "(HF_FLASH2_NVCC, CUDA_HOME, the nvidia-cuda-nvcc package, PATH)"
+        none = f"there is no nvcc that will do: {unusable[0].why}" if unusable else f"there is no nvcc {places}"
+        return f"{none}; `pip install 'hf_flash2[build]'`, then `hf-flash2 build`"
     if not find_ninja():
         return "there is no ninja; `pip install ninja`, then `hf-flash2 build`"
     return None

@@ -165,7 +165,7 @@ def _library() -> dict[str, Any]:
 
 def _how_to_rebuild() -> str:
     try:
-        return build.reason_not_buildable() or "`hf-flash2 build` can build it here"
+        return build.reason_not_buildable() or "this machine has what builds it"
     except build.BuildError as error:  # HF_FLASH2_NVCC, CUDA_HOME or CXX names what does not work
         return str(error)
 

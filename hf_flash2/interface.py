@@ -573,9 +573,8 @@ _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "grid_thw",
     "guidance_scale", "ignore_index", "image_sizes", "inputs_embeds", "labels", "layer_idx", "logits_indices", "logits_processor_args",
     "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_attentions",
-    "output_hidden_states",
-    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss",
-    "return_shared_kv_states", "seq_idx", "shift_labels", "token_type_ids", "use_cache", "vision_feature_layer",
+    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "return_loss", "return_shared_kv_states", "seq_idx", "shift_labels", "token_type_ids", "use_cache", "vision_feature_layer",
     "vision_feature_select_strategy",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.

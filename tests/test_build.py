@@ -100,6 +100,7 @@ def test_named_nvcc_that_does_not_work_is_an_error(only_these_toolkits, monkeypa
 def test_old_toolkit(only_these_toolkits, monkeypatch, tmp_path):
     """Named, it is an error; found by chance, the reason not to build, unless another is found."""
     make_nvcc(tmp_path / "path", "11.8.89")
+    assert build.find_toolkit() is None
     monkeypatch.setattr(build, "find_host_compiler", lambda: build.HostCompiler("g++"))
     nvcc = tmp_path / "path" / "bin" / "nvcc"
     assert f"no nvcc that will do: CUDA toolkit must be at least 12.0, got 11.8.89 from PATH ({nvcc});" in build.reason_not_buildable()
@@ -428,9 +429,9 @@ def test_toolkit_in_another_place_leaves_the_objects_fresh(tree, monkeypatch, tm
     assert "kernel.cuh" in dependencies and "cuda_runtime" not in dependencies
     toolkit = build.find_toolkit()
     (tmp_path / "elsewhere").symlink_to(toolkit.root)
-    monkeypatch.setattr(build, "find_toolkit", lambda: build.Toolkit(tmp_path / "elsewhere", toolkit.version, "a test"))
+    monkeypatch.setattr(build, "find_toolkit", lambda *_: build.Toolkit(tmp_path / "elsewhere", toolkit.version, "a test"))
     assert [line for line in tree.build(head_dims="64") if line.startswith("[")] == []
-    monkeypatch.setattr(build, "find_toolkit", lambda: build.Toolkit(toolkit.root, "99.0.0", "a test"))
+    monkeypatch.setattr(build, "find_toolkit", lambda *_: build.Toolkit(toolkit.root, "99.0.0", "a test"))
     assert len([line for line in tree.build(head_dims="64") if line.startswith("[")]) == 3  # another version compiles everything anew
 
 
