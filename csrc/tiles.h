@@ -103,7 +103,6 @@ namespace hf_flash2::sm90 {
 // * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64; and 1 KB of zeros in padded batches. Accumulator
 // registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as
 // in multi-head latent attention.
-// kLazyRescale: see OnlineSoftmax::update. PERF: d 128 full at 2k / 4k 623 / 656 -> 641 / 678 TFLOP/s on an H200; d 64 loses 3 %.
 // kStoreTiles: O has shared memory of its own, 128 kConsumers Dv' bytes more, and the copy engine writes it; elsewhere nothing is left.
 // TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles.
 // At d 64, 64 rows a block in place of 192 fit short triangles, and with three blocks on a multiprocessor (65 KB each, 120 registers a consumer
@@ -124,47 +123,47 @@ struct ForwardTile;
 template <>
 struct ForwardTile<64, TileSize::kSmall> {
   static constexpr int kConsumers = 1, kBlockN = 64, kStages = 3, kBlocksPerSm = 3;
-  static constexpr bool kLazyRescale = false, kStoreTiles = true;
+  static constexpr bool kStoreTiles = true;
 };
 template <>
 struct ForwardTile<64> {
   static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = false, kStoreTiles = true;
+  static constexpr bool kStoreTiles = true;
 };
 template <>
 struct ForwardTile<96> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = true;
+  static constexpr bool kStoreTiles = true;
 };
 template <>
 struct ForwardTile<128> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = true;
+  static constexpr bool kStoreTiles = true;
 };
 template <>
 struct ForwardTile<128, TileSize::kSmall> {
   static constexpr int kConsumers = 1, kBlockN = 64, kStages = 2, kBlocksPerSm = 2;
-  static constexpr bool kLazyRescale = true, kStoreTiles = true;
+  static constexpr bool kStoreTiles = true;
 };
 template <>
 struct ForwardTile<192> {
   static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = false;
+  static constexpr bool kStoreTiles = false;
 };
 template <>
 struct ForwardTile<192, TileSize::kLarge, 128> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = false;
+  static constexpr bool kStoreTiles = false;
 };
 template <>
 struct ForwardTile<256> {
   static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = false;
+  static constexpr bool kStoreTiles = false;
 };
 template <>
 struct ForwardTile<256, TileSize::kSmall> {
   static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1;
-  static constexpr bool kLazyRescale = true, kStoreTiles = false;
+  static constexpr bool kStoreTiles = false;
 };
 
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:

@@ -31,6 +31,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     layout: str = "plain"  # plain | qkv_split | kv_packed | wide | cache | misaligned | expanded_dout | tail
     magnitude: float = 1.0  # standard deviation of q, k, v
+    rise: float = 0.0  # by which scores are higher, for every third query and a fourth of it for the next, 128 keys further to the front
     dropout_p: float = 0.0
     head_dim_v: int | None = None  # default: head_dim
 
@@ -52,6 +53,7 @@ class Case:
         parts += ["w{}_{}".format(*self.window)] if self.window != (-1, -1) else []
         parts += [self.layout] if self.layout != "plain" else []
         parts += [f"mag{self.magnitude:g}"] if self.magnitude != 1 else []
+        parts += [f"rise{self.rise:g}"] if self.rise else []
         parts += [f"drop{self.dropout_p:g}"] if self.dropout_p else []
         return "-".join(parts)
 
@@ -168,6 +170,27 @@ def _table() -> list[Case]:
             cases.append(Case("layout", head_dim=80, lengths_q=RAGGED, form="ranges", padding="left", causal=causal, layout=layout))
         for magnitude in (3.0, 20.0):
             cases += [Case("magnitude", head_dim=d, causal=causal, magnitude=magnitude, lengths_q=(150,) * 2) for d in KERNEL_HEAD_DIMS]
+        # Maxima that grow from one block of keys to the next, by more than an exponential may (12) and than a float can (200).
+        for rise in (12.0, 200.0):
+            cases += [Case("rise", d, (2, 1), (70,), (600,), causal=causal, rise=rise) for d in (64, 72, 96, 128, 192, 256)]
+            cases += [
+                Case("rise", 192, (2, 2), (70,), (600,), head_dim_v=128, causal=causal, rise=rise),
+                Case("rise", 64, (4, 2), (500, 500), (500, 500), causal=causal, rise=rise),
+                Case("rise", 64, (8, 1), (17, 17), (600, 600), causal=causal, rise=rise),
+                Case("rise", 128, (8, 2), (300, 7), (450, 700), form="packed", causal=causal, layout="tail", rise=rise),
+                Case("rise", 80, (4, 2), (70, 1, 200), (300, 700, 200), form="ranges", padding="mixed", causal=causal, rise=rise),
+                Case(
+                    "rise",
+                    128,
+                    (2, 1),
+                    (200,),
+                    (650,),
+                    window=(300, 20),
+                    causal=causal,
+                    layout="cache",
+                    rise=rise,
+                ),
+            ]
         for dropout_p in (0.1, 0.5):
             cases += [Case("dropout", head_dim=d, causal=causal, dropout_p=dropout_p) for d in KERNEL_HEAD_DIMS]
         cases += [
@@ -232,6 +255,8 @@ class Sample:
         self.q = self._random(self.valid_q, heads_q, case.head_dim) * case.magnitude
         self.k = self._random(self.valid_k, heads_k, case.head_dim) * case.magnitude
         self.v = self._random(self.valid_k, heads_k, case.head_dim_v) * case.magnitude
+        if case.rise:
+            self._raise_scores()
         self.dout = self._random(self.valid_q, heads_q, case.head_dim_v)
         if case.layout == "expanded_dout":
             self.dout = self._zero_outside(self.dout[:1, :1, :1].expand_as(self.dout), self.valid_q)
@@ -259,6 +284,13 @@ class Sample:
     def _random(self, valid: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
         x = torch.randn(*valid.shape, heads, head_dim, device=self.device, generator=self.generator)
         return self._zero_outside(x, valid).to(self.dtype)
+
+    def _raise_scores(self) -> None:
+        size = (self.case.rise / (self.case.head_dim * self.softmax_scale)) ** 0.5
+        queries = torch.tensor([1.0, 0.25, 0.0], device=self.device)[torch.arange(self.seqlen_q, device=self.device) % 3]
+        keys = torch.arange(self.seqlen_k - 1, -1, -1, device=self.device) // 128
+        self.q = self._zero_outside(self.q + size * queries[:, None, None].to(self.dtype), self.valid_q)
+        self.k = self._zero_outside(self.k + size * keys[:, None, None].to(self.dtype), self.valid_k)
 
     @staticmethod
     def _zero_outside(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,58 @@ struct OnlineSoftmax {
     return kLazy ? __any_sync(0xffffffffu, moved) : true;
   }
 
+  // update() without looking for a maximum: scores <- exp2(scores * scale - max) with the maximum of earlier blocks, `sums` <- theirs, of this
+  // lane's columns. Returns whether all sums of the warp are small enough for that maximum to do. A maximum that is too low by less than
+  // the range of a float costs no precision, and every exponential is in a sum: where one overflowed, or a row had no maximum yet, it is not.
+  // Then raise_max() or, from the scores, update(); at last add().
+  template <int kNTiles>
+  __device__ __forceinline__ bool update_ahead(float (&scores)[kMTiles][kNTiles][4], float (&sums)[kMTiles][2], float scale_log2) const {
+    constexpr float kMost = 4096.f;  // of 65504, the largest probability that fits into a half
+    bool fits = true;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          float* pair = scores[m][n] + half * 2;
+          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -row_max[m][half]));
+          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -row_max[m][half]));
+          sum += pair[0] + pair[1];
+        }
+        sums[m][half] = sum;
+        fits &= sum <= kMost;
+      }
+    }
+    return __all_sync(0xffffffffu, fits);
+  }
+
+  // The maximum follows sums that are finite, by a whole number (base 2): what is rescaled stays exact. `rescale` as in update().
+  template <int kNTiles>
+  __device__ __forceinline__ void raise_max(float (&scores)[kMTiles][kNTiles][4], float (&sums)[kMTiles][2], float (&rescale)[kMTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = quad_reduce(sums[m][half], [](float a, float b) { return fmaxf(a, b); });
+        const int grown = max(0, (__float_as_int(most) >> 23) - 127);
+        const float factor = __int_as_float((127 - grown) << 23);
+        row_max[m][half] += grown;
+        row_sum[m][half] *= factor;
+        sums[m][half] *= factor;
+        rescale[m][half] = factor;
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) scores[m][n][half * 2] *= factor, scores[m][n][half * 2 + 1] *= factor;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&sums)[kMTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) row_sum[m][0] += sums[m][0], row_sum[m][1] += sums[m][1];
+  }
+
   // Completes the row sums and leaves the natural-log lse of each row in row_max. `rescale` is what normalises out: out_scale / sum
   // (out_scale: 1 / keep probability under dropout). A row that saw no key: rescale 0, lse +inf.
   __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float out_scale) {

@@ -7,6 +7,12 @@
 // tensor cores. O leaves through shared memory by the copy engine, under the next tile.
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles are
 // small, one consumer computes, and several thread blocks share a multiprocessor.
+// Softmax does not look for the maximum of a block: it takes that of the blocks before, and the sums of a block, which have to be added up
+// anyway, say where this is too low (OnlineSoftmax::update_ahead, late_maximum.cuh). Only the first block of a tile and masked ones are done
+// the usual way. PERF: of some 430 instructions a thread at d 64 it leaves 310, and none of them waits for all scores. One H200, call by call,
+// TFLOP/s, full and causal at 1k, 4k, 16k: d 64 484 535 534 -> 529 595 600, 345 495 513 -> 394 542 572; d 128 651 701 661 -> 667 758 735,
+// 493 672 637 -> 504 711 697; d 96 full at 512 436 -> 465; 192/128 full at 4k 717 -> 740, d 192 774 -> 782. At d 256, where products take all
+// the time, it brings nothing. Polynomials for an eighth or a quarter of the exponentials still lose 4 and 8 % at d 64.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 // Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together; likewise
 // of equal tiles those that make no whole round over the thread blocks (SharedTiles).
@@ -16,82 +22,15 @@
 #pragma once
 #include <type_traits>
 
-#include "attention/softmax.cuh"
-#include "device/bulk_copy.cuh"
-#include "device/mbarrier.cuh"
 #include "device/tma.cuh"
-#include "device/warpgroup.cuh"
 #include "sm90/clear_gaps.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/combine.cuh"
-#include "sm90/forward_task.cuh"
-#include "sm90/store.cuh"
-#include "tiles.h"
+#include "sm90/forward_parts.cuh"
+#include "sm90/late_maximum.cuh"
 #include "wgmma.cuh"
 
 namespace hf_flash2::sm90 {
-
-template <int kHeadDimension, TileSize kSize, int kHeadDimensionV = kHeadDimension>
-struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
-  using Tile = ForwardTile<kHeadDimension, kSize, kHeadDimensionV>;
-  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV;
-  static constexpr int kBlockM = Tile::kConsumers * 64;
-  static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
-  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
-  static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
-  static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
-  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
-  static constexpr int kOutBytes = Tile::kStoreTiles ? kQueryPanelBytes * kValuePanels : 0;
-  static constexpr int kBarriers = 3 + 4 * Tile::kStages;
-  // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
-  // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
-  // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64 keys,
-  // 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
-  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize == TileSize::kSmall);
-  static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
-  static constexpr int kSharedBytes =
-      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
-  // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
-  static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
-  static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = (kLaunchRegisters * (Tile::kConsumers + 1) - kLoaderRegisters) / Tile::kConsumers / 8 * 8;
-  static_assert(kConsumerRegisters <= 240, "what a thread may have");
-};
-
-// Shared-memory addresses: tiles, then barriers. "full": the copy has landed; "empty": every consumer is done with it.
-template <typename Shape>
-struct ForwardShared {
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
-  __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
-  __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
-  __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t q_full() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t q_empty() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(3 + stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(3 + Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(3 + 2 * Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3 + 3 * Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
-
-  // By one thread, before any use.
-  __device__ __forceinline__ void make_barriers() const {
-    mbarrier_init(task_full(), 1);
-    mbarrier_init(q_full(), 1);
-    mbarrier_init(q_empty(), Shape::kConsumers * 128);
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      mbarrier_init(k_full(stage), 1);
-      mbarrier_init(v_full(stage), 1);
-      mbarrier_init(k_empty(stage), Shape::kConsumers);
-      mbarrier_init(v_empty(stage), Shape::kConsumers);
-    }
-    mbarrier_init_fence();
-  }
-};
 
 template <typename Shape>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
@@ -141,62 +80,6 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   else
     for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles>(arguments, load);
   hand_over(ForwardTask::none());
-}
-
-// Named barriers: kTurnBarrier + i and kOutBarrier + i are warpgroup i's.
-constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
-
-// The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
-template <typename Shape>
-__device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const OutputRow at(arguments, task, row + half * 8);
-    float* const to = Shape::kSharesTiles && task.slot >= 0
-                          ? arguments.shared.lse + (task.slot * Shape::kBlockM + row + half * 8 - task.row_begin)
-                          : arguments.results.lse_of(at.batch, at.head, at.token, arguments.splits.divisor) + task.split;
-    if (at.valid) *to = lse[half];
-  }
-}
-
-// A warpgroup's rows of O. The copy engine takes whole tiles, under whatever the warpgroup does next; rows of a tile that ends behind its
-// sequence, and shares, which are floats, are written from registers. `row` is this thread's first.
-template <typename Shape, typename T>
-__device__ __forceinline__ void store_out(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, const ForwardTask& task,
-                                          int row, const float (&out)[Shape::kHeadDimV / 8][4]) {
-  const HfFlash2ForwardParams& params = arguments.params;
-  const bool is_piece = Shape::kSharesTiles && task.slot >= 0;
-  if constexpr (Shape::kStoreTiles) {
-    const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-    if (arguments.splits.divisor == 1 && !is_piece && query_end <= task.q.length && task.key_block_begin < task.key_block_end) {
-      const int group = warpgroup_index();
-      uint32_t rounded[Shape::kHeadDimV / 4];
-      round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
-      store_panels<Shape::kQueryPanelBytes, Shape::kHeadDimV / 8>(shared.out(group), rounded);
-      named_barrier_sync(kOutBarrier + group, 128);
-      if (threadIdx.x % 128 == 0) {
-        const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
-        for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-          tma_store(&arguments.out, shared.out(group) + panel * Shape::kQueryPanelBytes, panel * 64, task.head, token,
-                    params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
-        bulk_commit();
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const OutputRow at(arguments, task, row + half * 8);
-    const HfFlash2Tensor& to = arguments.results.out;
-    if (arguments.splits.divisor > 1 || is_piece) {
-      const int piece_row = task.slot * Shape::kBlockM + row + half * 8 - task.row_begin;
-      float* const share = is_piece ? arguments.shared.out + static_cast<int64_t>(piece_row) * params.head_dim_v
-                                    : token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v;
-      store_row(out, half, share, at.valid, params.head_dim_v);
-    } else {
-      store_row(out, half, token_pointer<T>(to, at.batch, at.head, at.token), at.valid, params.head_dim_v);
-    }
-  }
 }
 
 template <typename Shape, typename T>
@@ -324,18 +207,42 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if (elected) mbarrier_arrive(shared.k_empty(stage_k));
         if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
         if constexpr (kMasked) apply_mask(visible);
-        const bool moved = softmax.template update<Shape::kLazyRescale>(scores, rescale, scale_log2);
+        constexpr bool kAhead = Shape::kAhead && !kMasked;
+        float sums[1][2];
+        bool moved;
+        if constexpr (kAhead)
+          moved = !softmax.update_ahead(scores, sums, scale_log2);
+        else
+          moved = softmax.template update<true>(scores, rescale, scale_log2);
         wgmma_wait<0>();
         wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
         if (elected) mbarrier_arrive(shared.v_empty(stage_v));
-        if (moved) scale_rows(out, rescale);
-        round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
-      };
-      for (--block; block >= task.key_block_begin; --block) {
-        if (task.is_masked(block))
-          advance(std::true_type{});
+        // Before the branch: beside the exponentials.
+        if constexpr (kAhead) round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
+        if (__builtin_expect(moved, 0)) {
+          if constexpr (kAhead) {
+            follow_maximum<T>(arguments, ForwardTask::load(shared.task(tile)), row, block * kBlockN, scale_log2, softmax, scores, sums,
+                              rescale);
+            round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
+          }
+          scale_rows(out, rescale);
+        }
+        if constexpr (kAhead)
+          softmax.add(sums);
         else
-          advance(std::false_type{});
+          round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
+      };
+      --block;
+      while (block >= task.key_block_begin) {
+        if (task.is_masked(block)) {
+          advance(std::true_type{});
+          --block;
+        } else {
+          const int last = max(task.key_block_begin, task.unmasked_begin);
+          do {
+            advance(std::false_type{});
+          } while (--block >= last);
+        }
       }
 
       const int stage_v = use % kStages;
