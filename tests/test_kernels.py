@@ -151,6 +151,21 @@ def test_errors_do_not_grow_with_the_number_of_keys(head_dim, family, device):
     assert torch.equal(out, torch.ones_like(out))
 
 
+def check_nan_spreads(head_dim: int, device) -> None:
+    """Of 300 keys, one of the first or of the last is not a number: so is every query that sees it, and no other."""
+    for key in (5, 290):
+        q, k, v = (torch.randn(1, 300, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+        k[:, key, 0, 0] = math.nan
+        out = flash_attn_func(q, k, v, causal=True)
+        assert out[:, key:, 0].isnan().all()
+        assert out[:, :key].isfinite().all() and out[:, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_nan_spreads(head_dim, family, device):
+    check_nan_spreads(head_dim, device)
+
+
 BEYOND = {(2**31 - 1, 0): (-1, 0), (2**31 - 1, -1): (-1, -1), (-1, 2**31 - 1): (-1, -1), (2**40, 2**31 - 2): (-1, -1), (59, 99): (-1, -1)}
 
 

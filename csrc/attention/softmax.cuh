@@ -96,7 +96,7 @@ struct OnlineSoftmax {
           sum += pair[0] + pair[1];
         }
         sums[m][half] = sum;
-        fits &= sum <= kMost;
+        fits &= !(sum > kMost);  // what is not a number stays so
       }
     }
     return __all_sync(0xffffffffu, fits);

@@ -238,7 +238,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           advance(std::true_type{});
           --block;
         } else {
-          const int last = max(task.key_block_begin, task.unmasked_begin);
+          const int last = Shape::kAhead ? max(task.key_block_begin, task.unmasked_begin) : block;
           do {
             advance(std::false_type{});
           } while (--block >= last);
