@@ -16,7 +16,14 @@ import pytest
 import torch
 from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
-from test_kernels import check_nan_spreads, check_windows_beyond_every_length, compare, large_scores, peek_rng_state
+from test_kernels import (
+    check_nan_spreads,
+    check_one_key_outweighs_all,
+    check_windows_beyond_every_length,
+    compare,
+    large_scores,
+    peek_rng_state,
+)
 
 from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, kernels, last_backend, native, ops
 
@@ -536,6 +543,14 @@ def test_nan_spreads(family, head_dim, library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)
     with emulated.running(monkeypatch, library):
         check_nan_spreads(head_dim, CPU)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_one_key_outweighs_all(family, head_dim, library, monkeypatch):
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    with emulated.running(monkeypatch, library):
+        check_one_key_outweighs_all(head_dim, CPU)
 
 
 @pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))

@@ -166,6 +166,22 @@ def test_nan_spreads(head_dim, family, device):
     check_nan_spreads(head_dim, device)
 
 
+def check_one_key_outweighs_all(head_dim: int, device) -> None:
+    """Whatever its block, the most probable key has a probability that rounding leaves alone: where others vanish, out is its value."""
+    for score, key in itertools.product((40.0, 200.0), (0, 290)):
+        q, k = (torch.zeros(1, 300, 2, head_dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+        q[..., 0], k[..., 0] = 1, torch.randn(300, 1, device=device)
+        k[:, key, :, 0] = score
+        v = torch.randn(1, 300, 2, head_dim, device=device, dtype=torch.bfloat16)
+        out = flash_attn_func(q, k, v, softmax_scale=1.0)
+        assert torch.equal(out, v[:, key : key + 1].expand_as(out))
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_one_key_outweighs_all(head_dim, family, device):
+    check_one_key_outweighs_all(head_dim, device)
+
+
 BEYOND = {(2**31 - 1, 0): (-1, 0), (2**31 - 1, -1): (-1, -1), (-1, 2**31 - 1): (-1, -1), (2**40, 2**31 - 2): (-1, -1), (59, 99): (-1, -1)}
 
 

@@ -2,23 +2,23 @@
 // softmax with products follows Shah et al., FlashAttention-3, arXiv 2407.08608, section 3. Launched by forward_launch.cuh.
 //
 // The last warpgroup loads: one thread finds the tiles, hands them over and keeps a ring of K and a ring of V stages filled. The others
-// compute, 64 query rows each. Inside one, S of the next key block is issued together with O += P V of the last, and softmax runs while that
-// product does; across them, a ring of named barriers makes them take turns at issuing, so that one computes softmax while another has the
-// tensor cores. O leaves through shared memory by the copy engine, under the next tile.
-// A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles are
-// small, one consumer computes, and several thread blocks share a multiprocessor.
+// compute, 64 query rows each. Inside one, S of the next key block is issued together with O += P V of the last, and softmax runs while
+// that product does; across them, a ring of named barriers makes them take turns at issuing, so that one computes softmax while another has
+// the tensor cores. O leaves through shared memory by the copy engine, under the next tile.
+// A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles
+// are small, one consumer computes, and several thread blocks share a multiprocessor.
 // Softmax does not look for the maximum of a block: it takes that of the blocks before, and the sums of a block, which have to be added up
-// anyway, say where this is too low (OnlineSoftmax::update_ahead, late_maximum.cuh). Only the first block of a tile and masked ones are done
-// the usual way. PERF: of some 430 instructions a thread at d 64 it leaves 310, and none of them waits for all scores. One H200, call by call,
-// TFLOP/s, full and causal at 1k, 4k, 16k: d 64 484 535 534 -> 529 595 600, 345 495 513 -> 394 542 572; d 128 651 701 661 -> 667 758 735,
-// 493 672 637 -> 504 711 697; d 96 full at 512 436 -> 465; 192/128 full at 4k 717 -> 740, d 192 774 -> 782. At d 256, where products take all
-// the time, it brings nothing. Polynomials for an eighth or a quarter of the exponentials still lose 4 and 8 % at d 64.
+// anyway, say where this is too low (OnlineSoftmax::update_ahead, late_maximum.cuh). Only the first block of a tile and masked ones are
+// done the usual way. PERF: of some 430 instructions a thread at d 64 it leaves 310, and none of them waits for all scores. One H200, call
+// by call, TFLOP/s, full and causal at 1k, 4k, 16k: d 64 484 535 534 -> 529 595 600, 345 495 513 -> 394 542 572; d 128 651 701 661 -> 667
+// 758 735, 493 672 637 -> 504 711 697; d 96 full at 512 436 -> 465; 192/128 full at 4k 717 -> 740, d 192 774 -> 782. At d 256, where
+// products take all the time, it brings nothing. Polynomials for an eighth or a quarter of the exponentials still lose 4 and 8 % at d 64.
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
-// Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together; likewise
-// of equal tiles those that make no whole round over the thread blocks (SharedTiles).
+// Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together;
+// likewise of equal tiles those that make no whole round over the thread blocks (SharedTiles).
 // PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
-// halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560 670
-// TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
+// halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
+// 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
 #pragma once
 #include <type_traits>
 
@@ -74,7 +74,8 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
         tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
     }
   };
-  // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile delays it.
+  // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
+  // delays it.
   if (arguments.next_tile != nullptr)
     for_each_counted_tile<Shape::kBlockM>(arguments, load);
   else
@@ -96,9 +97,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
 
-  // PERF: descriptors of a tile are made once and advanced, two instructions a product in place of five, issued beside softmax that wants all
-  // there are. One H200, call by call, full and causal at 1k, 4k, 16k, TFLOP/s: d 128 631 684 660 -> 646 699 670, 423 658 614 -> 430 667 626;
-  // d 256 0 to 2 % faster; d 64 level, but 0.5 to 1 % faster with key blocks counted unsigned, which costs d 128 0.5 to 1 %.
+  // PERF: descriptors of a tile are made once and advanced, two instructions a product in place of five, issued beside softmax that wants
+  // all there are. One H200, call by call, full and causal at 1k, 4k, 16k, TFLOP/s: d 128 631 684 660 -> 646 699 670, 423 658 614 -> 430
+  // 667 626; d 256 0 to 2 % faster; d 64 level, but 0.5 to 1 % faster with key blocks counted unsigned, which costs d 128 0.5 to 1 %.
   const auto issue_scores = [&](int stage) {
     const uint64_t queries = panel_descriptor(shared.q() + group * 8192), keys = panel_descriptor(shared.k(stage));
     wgmma_fence();
@@ -267,9 +268,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 
 // PERF: a brief call waits for its instructions, which come from memory after other kernels. ptxas places first what stands last here: the
 // loader, for which all wait, right behind the start. Small tiles of d 64 and 128 have less than 64 KB of code: with 78 in place of 68, the
-// loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us,
-// d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the loader neither divides nor waits for a barrier before its first
-// copies.
+// loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4
+// 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the loader neither divides nor waits for a barrier
+// before its first copies.
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];

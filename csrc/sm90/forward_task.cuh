@@ -43,8 +43,9 @@ struct ForwardResults {
   }
 };
 
-// Tiles that make no whole round over the thread blocks: their key blocks, counted tile after tile, are shared by all, an equal run for each.
-// All tiles have as many key blocks. A piece is what one thread block computes of one tile; the slot of a piece is their numbers' sum.
+// Tiles that make no whole round over the thread blocks: their key blocks, counted tile after tile, are shared by all, an equal run for
+// each. All tiles have as many key blocks. A piece is what one thread block computes of one tile; the slot of a piece is their numbers'
+// sum.
 struct SharedTiles {
   int tiles, key_blocks;  // how many there are, and of each
   int run;                // key blocks of a thread block; 0: no tile is shared
@@ -142,11 +143,11 @@ struct ForwardTask {
   }
 };
 
-// Calls f(query_block, batch_head, split, piece) for every tile of this thread block: of its equal share, one of every round over the thread
-// blocks, and then of what makes no whole round, pieces of the shared tiles, or of kPairs tiles: the longest first, one for each thread block,
-// then the others, the shortest to who has the longest.
-// kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else have
-// all of the last tiles of heads, which may be less work.
+// Calls f(query_block, batch_head, split, piece) for every tile of this thread block: of its equal share, one of every round over the
+// thread blocks, and then of what makes no whole round, pieces of the shared tiles, or of kPairs tiles: the longest first, one for each
+// thread block, then the others, the shortest to who has the longest.
+// kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else
+// have all of the last tiles of heads, which may be less work.
 template <bool kStepOn, bool kSharesTiles, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;

@@ -6,8 +6,8 @@
 
 namespace hf_flash2::sm90 {
 
-// Scores of a key block once more, from global memory, by a warp: those from `key` on, all of which there are. `row` is this thread's first row
-// in the sequence, counted as in OutputRow. As wgmma leaves them, but for the order of its additions.
+// Scores of a key block once more, from global memory, by a warp: those from `key` on, all of which there are. `row` is this thread's first
+// row in the sequence, counted as in OutputRow. As wgmma leaves them, but for the order of its additions.
 template <typename T, int kNTiles>
 __device__ __forceinline__ void compute_scores_again(const ForwardArguments& arguments, const ForwardTask& task, int row, int key,
                                                      float (&scores)[kNTiles][4]) {
@@ -36,8 +36,8 @@ __device__ __forceinline__ void compute_scores_again(const ForwardArguments& arg
   }
 }
 
-// By a warp of whose sums some are too large: makes scores, sums and the maximum as if this had been looked for, and says how to rescale out.
-// Where exponentials may have overflowed, when the maximum grew by some 100 (base 2) from one block to the next, from the scores.
+// By a warp of whose sums some are too large: makes scores, sums and the maximum as if this had been looked for, and says how to rescale
+// out. Where exponentials may have overflowed, when the maximum grew by some 100 (base 2) from one block to the next, from the scores.
 template <typename T, int kNTiles>
 __device__ __forceinline__ void follow_maximum(const ForwardArguments& arguments, const ForwardTask& task, int row, int key,
                                                float scale_log2, OnlineSoftmax<1>& softmax, float (&scores)[1][kNTiles][4],
