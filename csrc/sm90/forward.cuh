@@ -267,10 +267,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 }
 
 // PERF: a brief call waits for its instructions, which come from memory after other kernels. ptxas places first what stands last here: the
-// loader, for which all wait, right behind the start. Small tiles of d 64 and 128 have less than 64 KB of code: with 78 in place of 68, the
-// loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4
-// 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the loader neither divides nor waits for a barrier
-// before its first copies.
+// loader, for which all wait, right behind the start. Small tiles of d 64 and 128 have 62 and 68 KB of code, some 10 of it
+// late_maximum.cuh: with 78 in place of 68, the loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at
+// 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the
+// loader neither divides nor waits for a barrier before its first copies.
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
