@@ -66,7 +66,10 @@ struct Mask {
   __device__ __forceinline__ int unmasked_block_begin(int row_end, int block_n) const {
     return (max(0, row_end - 1 + shift() - left()) + block_n - 1) / block_n;
   }
-  __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const { return max(0, last_key(row_begin) + 1) / block_n; }
+  // NOTE: without the one that the first row might see before any other, where a window ends: softmax needs a maximum to begin with.
+  __device__ __forceinline__ int unmasked_block_end(int row_begin, int block_n) const {
+    return max(0, last_key(row_begin) + (params.window_right < 0)) / block_n;
+  }
 
   // Query blocks [begin, end) every row of which sees every key of [key_begin, key_end).
   __device__ __forceinline__ int unmasked_query_block_begin(int key_end, int block_m) const {

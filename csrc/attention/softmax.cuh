@@ -45,10 +45,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float block_max = fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]);
-#pragma unroll
-        for (int n = 1; n < kNTiles; ++n) block_max = fmaxf(block_max, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
-        block_max = quad_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
+        const float block_max = largest(scores[m], half);
         // NOTE: the product is rounded before it is compared. Fused with the subtraction below, a maximum that has not moved would not give
         // 1 but something off by that rounding, at every block in the same direction.
         float scaled_max = fmaxf(row_max[m][half], block_max * scale_log2);
@@ -61,14 +58,7 @@ struct OnlineSoftmax {
         const float shift = scaled_max == -INFINITY ? 0.f : scaled_max;
         rescale[m][half] = exp2_approx(row_max[m][half] - shift);
         row_max[m][half] = scaled_max;
-        float sum = kLazy ? 0.f : row_sum[m][half] * rescale[m][half];
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-          float* pair = scores[m][n] + half * 2;
-          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -shift));
-          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -shift));
-          sum += pair[0] + pair[1];  // half the chain of dependent additions
-        }
+        const float sum = exponentials(scores[m], half, scale_log2, shift, kLazy ? 0.f : row_sum[m][half] * rescale[m][half]);
         row_sum[m][half] = kLazy ? fmaf(row_sum[m][half], rescale[m][half], sum) : sum;
       }
     }
@@ -87,16 +77,8 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = 0.f;
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-          float* pair = scores[m][n] + half * 2;
-          pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -row_max[m][half]));
-          pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -row_max[m][half]));
-          sum += pair[0] + pair[1];
-        }
-        sums[m][half] = sum;
-        fits &= !(sum > kMost);  // what is not a number stays so
+        sums[m][half] = exponentials(scores[m], half, scale_log2, row_max[m][half], 0.f);
+        fits &= !(sums[m][half] > kMost);  // what is not a number stays so
       }
     }
     return __all_sync(0xffffffffu, fits);
@@ -112,12 +94,8 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float most = 1.f;
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n) most = fmaxf(most, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
-        most = quad_reduce(most, [](float a, float b) { return fmaxf(a, b); });
         const float before = row_max[m][half];
-        row_max[m][half] = before + log2_approx(most);
+        row_max[m][half] = before + log2_approx(fmaxf(1.f, largest(scores[m], half)));
         const float factor = exp2_approx(before - row_max[m][half]);  // NOTE: of the sum as it is rounded, which later blocks subtract
         row_sum[m][half] *= factor;
         sums[m][half] *= factor;
@@ -146,6 +124,29 @@ struct OnlineSoftmax {
         row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] + log2_approx(sum)) * kLn2;
       }
     }
+  }
+
+ private:
+  // Of one row, one half of an accumulator, in all lanes of its quad.
+  template <int kNTiles>
+  static __device__ __forceinline__ float largest(const float (&scores)[kNTiles][4], int half) {
+    float most = fmaxf(scores[0][half * 2], scores[0][half * 2 + 1]);
+#pragma unroll
+    for (int n = 1; n < kNTiles; ++n) most = fmaxf(most, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
+    return quad_reduce(most, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // Of the same: scores <- exp2(scores * scale_log2 - shift); returns `sum` and theirs, of this lane's columns.
+  template <int kNTiles>
+  static __device__ __forceinline__ float exponentials(float (&scores)[kNTiles][4], int half, float scale_log2, float shift, float sum) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      float* pair = scores[n] + half * 2;
+      pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -shift));
+      pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -shift));
+      sum += pair[0] + pair[1];  // half the chain of dependent additions
+    }
+    return sum;
   }
 };
 

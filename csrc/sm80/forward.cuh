@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
     const int key_begin = block * kBlockN;
     const bool limited = mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN);
     bool ahead = Shape::kAhead && !limited && mask.visible == nullptr && block < key_block_end - 1;
-    if (Shape::kAhead && ahead) {
+    if (ahead) {
       float sums[kMTiles][2];
       ahead = softmax.update_ahead(scores, sums, scale_log2);
       if (ahead)

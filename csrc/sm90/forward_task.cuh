@@ -108,8 +108,6 @@ struct ForwardTask {
     task.key_block_begin = begin + arguments.splits.quotient(blocks * split);
     task.key_block_end = begin + arguments.splits.quotient(blocks * (split + 1));
     task.unmasked_begin = mask.unmasked_block_begin(query_end, kBlockN), task.unmasked_end = mask.unmasked_block_end(query_begin, kBlockN);
-    // The last of them counts as masked where the first row might see it first: in unmasked ones, softmax needs a maximum to begin with.
-    if (params.window_right >= 0) task.unmasked_end = min(task.unmasked_end, max(0, mask.last_key(query_begin)) / kBlockN);
     task.has_holes = mask.visible != nullptr;
     if (task.has_holes) task.unmasked_end = 0;
     task.slot = piece.slot;
