@@ -179,17 +179,7 @@ def _table() -> list[Case]:
                 Case("rise", 64, (8, 1), (17, 17), (600, 600), causal=causal, rise=rise),
                 Case("rise", 128, (8, 2), (300, 7), (450, 700), form="packed", causal=causal, layout="tail", rise=rise),
                 Case("rise", 80, (4, 2), (70, 1, 200), (300, 700, 200), form="ranges", padding="mixed", causal=causal, rise=rise),
-                Case(
-                    "rise",
-                    128,
-                    (2, 1),
-                    (200,),
-                    (650,),
-                    window=(300, 20),
-                    causal=causal,
-                    layout="cache",
-                    rise=rise,
-                ),
+                Case("rise", 128, (2, 1), (200,), (650,), window=(300, 20), causal=causal, layout="cache", rise=rise),
             ]
         for dropout_p in (0.1, 0.5):
             cases += [Case("dropout", head_dim=d, causal=causal, dropout_p=dropout_p) for d in KERNEL_HEAD_DIMS]

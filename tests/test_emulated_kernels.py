@@ -537,20 +537,13 @@ def test_errors_do_not_grow_with_the_number_of_keys(family, head_dim, library, m
     assert torch.equal(out, torch.ones_like(out))
 
 
+@pytest.mark.parametrize("check_keys", (check_nan_spreads, check_one_key_outweighs_all))
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
-def test_nan_spreads(family, head_dim, library, monkeypatch):
+def test_keys_apart(family, head_dim, check_keys, library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)
     with emulated.running(monkeypatch, library):
-        check_nan_spreads(head_dim, CPU)
-
-
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("family", ("sm80", "sm90"))
-def test_one_key_outweighs_all(family, head_dim, library, monkeypatch):
-    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
-    with emulated.running(monkeypatch, library):
-        check_one_key_outweighs_all(head_dim, CPU)
+        check_keys(head_dim, CPU)
 
 
 @pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))
