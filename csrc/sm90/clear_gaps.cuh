@@ -20,8 +20,9 @@ constexpr int kZeroGroups = 2;
 // warp of each thread block a backward took 215 to 660 us more, with those of the first kernel of the backward 72 to 110. A backward is faster
 // with zeros that are paced and leave L2 first, at 2k, 4k, 8k, TFLOP/s: d 64 301 384 460 -> 305 392 469, d 128 329 441 509 -> 336 455 517, with
 // 4 KB at a time; 32 are 0.5 to 1.5 % slower, 16 and 8 level, 2 are 0 to 0.8 % faster, 1 is 8 % slower at 2k. Without any zeros it is 337 414
-// 477 and 386 486 537: what is left is memory traffic, 282 MB beside 480. A forward is 1 % slower with paced ones. Zeros that do not wait for the
-// first kernel: level.
+// 477 and 386 486 537: what is left is memory traffic, 282 MB beside 480. A forward, 2k, 4k, 8k, one H100: d 64 305 405 516 -> 297 408 522,
+// d 128 338 483 629 -> 336 484 632 with 4 KB at a time, 8 and 16 the same; 353 428 535 and 400 523 652 without any. Zeros that do not wait for
+// the first kernel: level.
 template <bool kPaced, typename F>
 __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
   for (int i = threadIdx.x % 32 * 16; i < kZeroBytes; i += 32 * 16) store_shared(zeros + i, make_uint4(0, 0, 0, 0));

@@ -19,6 +19,10 @@
 // PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
 // halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
 // 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
+// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from memory.
+// Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 % slower;
+// that warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13 %; by the
+// copy engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %.
 #pragma once
 #include <type_traits>
 
@@ -128,6 +132,15 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const auto pass_turn = [&] {
     if constexpr (kConsumers > 1) named_barrier_arrive(kTurnBarrier + (group + 1) % kConsumers, 256);
   };
+  // Where O has no shared memory apart: the "empty" barrier of the stage that it leaves through, until the copy engine has read it; else 0.
+  uint32_t lent = 0;
+  const auto give_stage_back = [&] {
+    if (!Shape::kOutApart && lent != 0 && elected) {
+      bulk_wait_read<0>();
+      mbarrier_arrive(lent);
+    }
+    lent = 0;
+  };
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
   std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
@@ -136,6 +149,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
+    const bool lends = !Shape::kOutApart && is_whole<Shape>(arguments, task);
+    uint32_t through = shared.out(group);
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
       softmax.finish(rescale, 1.f);
@@ -148,6 +163,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       const auto apply_mask = [&](uint32_t visible) {
         mask.apply(scores, row, block * kBlockN + lane % 4 * 2, visible, arguments.tile_heads_log2);
       };
+      // S of `block` is there. The last stage of K is kept for O of warpgroup 0, for which it waits until the other has left it.
+      const auto release_keys = [&](int stage) {
+        const bool last = block == task.key_block_begin;
+        if (elected && !(lends && last && group == 0)) mbarrier_arrive(shared.k_empty(stage));
+        if (!last) return;
+        mbarrier_arrive(shared.q_empty());
+        if (lends && group == 1) named_barrier_arrive(kStageBarrier, 256);
+      };
       if (ragged && (block + 1) * kBlockN > task.k.length) {
         mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
         clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
@@ -159,6 +182,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const bool idle = first_row >= task.q.length << arguments.tile_heads_log2;
         // At least one block is for each, as rows that see no key have results, too.
         const int own_end = idle ? task.key_block_begin : max(mask.key_block_end(last_query + 1, kBlockN), task.key_block_begin + 1);
+        if (block >= own_end) give_stage_back();
 #pragma unroll 1
         for (; block >= own_end; --block, ++use) {
           mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
@@ -176,14 +200,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       mbarrier_wait(shared.q_full(), tile & 1);
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
       // Before the warpgroup may write its tile of O again: it waits for S, which no warp has before all have issued it.
-      if (Shape::kStoreTiles && elected) bulk_wait_read<0>();
+      if (Shape::kOutApart && elected) bulk_wait_read<0>();
+      give_stage_back();
       wait_turn();
       issue_scores(use % kStages);
       pass_turn();
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
-      if (elected) mbarrier_arrive(shared.k_empty(use % kStages));
-      if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
+      release_keys(use % kStages);
       if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
       round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
@@ -205,8 +229,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         pass_turn();
         wgmma_wait<1>();
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
-        if (elected) mbarrier_arrive(shared.k_empty(stage_k));
-        if (block == task.key_block_begin) mbarrier_arrive(shared.q_empty());
+        release_keys(stage_k);
         if constexpr (kMasked) apply_mask(visible);
         constexpr bool kAhead = Shape::kAhead && !kMasked;
         float sums[1][2];
@@ -252,17 +275,26 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       finish();
       wgmma_wait<0>();
       wgmma_use<kHeadDimV / 2>(&out[0][0][0]);
-      if (elected) mbarrier_arrive(shared.v_empty(stage_v));
+      if (elected && !(lends && group == 1)) mbarrier_arrive(shared.v_empty(stage_v));
       ++use;
       scale_rows(out, rescale);
+      if (lends) {
+        // In this order: warpgroup 0 cannot say that it has left the stage of V a second time before the other has heard the first.
+        named_barrier_sync(kStageBarrier + group, 256);
+        if (group == 0) named_barrier_arrive(kStageBarrier + 1, 256);
+        through = group == 0 ? shared.k(stage_v) : shared.v(stage_v);
+        lent = group == 0 ? shared.k_empty(stage_v) : shared.v_empty(stage_v);
+      }
     } else {
+      give_stage_back();
       mbarrier_arrive(shared.q_empty());
       if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }
-    store_out<Shape, T>(arguments, shared, ForwardTask::load(shared.task(tile)), row, out[0]);
+    const ForwardTask done = ForwardTask::load(shared.task(tile));  // again: registers
+    store_out<Shape, T>(arguments, Shape::kOutApart ? is_whole<Shape>(arguments, done) : lends, through, done, row, out[0]);
   }
-  if (Shape::kStoreTiles && elected) bulk_wait_all();
+  if (elected) bulk_wait_all();
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match
 }
 

@@ -165,9 +165,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
       make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch, Shape::kBlockM, tile_heads);
   arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
-  if constexpr (Shape::kStoreTiles)
-    arguments.out =
-        make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
+  arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
   arguments.params = params;
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 

@@ -21,7 +21,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
-  static constexpr int kOutBytes = Tile::kStoreTiles ? kQueryPanelBytes * kValuePanels : 0;
+  static constexpr int kOutBytes = Tile::kOutApart ? kQueryPanelBytes * kValuePanels : 0;
   static constexpr int kBarriers = 3 + 4 * Tile::kStages;
   // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
   // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
@@ -30,6 +30,9 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize == TileSize::kSmall);
   static constexpr bool kAhead = kHeadDim < 256;                 // softmax runs ahead of the maximum: forward.cuh
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
+  // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.
+  static constexpr int kOutPanelBytes = Tile::kOutApart ? kQueryPanelBytes : 64 * 128;
+  static_assert(Tile::kOutApart || (Tile::kConsumers == 2 && kOutPanelBytes * kValuePanels <= kValueBytes), "a stage for each");
   static constexpr int kSharedBytes =
       kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
@@ -74,8 +77,8 @@ struct ForwardShared {
   }
 };
 
-// Named barriers: kTurnBarrier + i and kOutBarrier + i are warpgroup i's.
-constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5;
+// Named barriers: kTurnBarrier + i, kOutBarrier + i and kStageBarrier + i are warpgroup i's.
+constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5, kStageBarrier = 8;
 
 // The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
 template <typename Shape>
@@ -90,31 +93,37 @@ __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, con
   }
 }
 
-// A warpgroup's rows of O. The copy engine takes whole tiles, under whatever the warpgroup does next; rows of a tile that ends behind its
-// sequence, and shares, which are floats, are written from registers. `row` is this thread's first.
+// Whether the copy engine takes O: of whole tiles. Rows of a tile that ends behind its sequence, and shares, which are floats, are written from
+// registers.
+template <typename Shape>
+__device__ __forceinline__ bool is_whole(const ForwardArguments& arguments, const ForwardTask& task) {
+  const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
+  return arguments.splits.divisor == 1 && !(Shape::kSharesTiles && task.slot >= 0) && query_end <= task.q.length &&
+         task.key_block_begin < task.key_block_end;
+}
+
+// A warpgroup's rows of O, through shared memory at `through` where the tile is whole: the copy engine takes them under whatever the warpgroup
+// does next. `row` is this thread's first.
 template <typename Shape, typename T>
-__device__ __forceinline__ void store_out(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, const ForwardTask& task,
-                                          int row, const float (&out)[Shape::kHeadDimV / 8][4]) {
+__device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool whole, uint32_t through, const ForwardTask& task, int row,
+                                          const float (&out)[Shape::kHeadDimV / 8][4]) {
   const HfFlash2ForwardParams& params = arguments.params;
-  const bool is_piece = Shape::kSharesTiles && task.slot >= 0;
-  if constexpr (Shape::kStoreTiles) {
-    const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-    if (arguments.splits.divisor == 1 && !is_piece && query_end <= task.q.length && task.key_block_begin < task.key_block_end) {
-      const int group = warpgroup_index();
-      uint32_t rounded[Shape::kHeadDimV / 4];
-      round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
-      store_panels<Shape::kQueryPanelBytes, Shape::kHeadDimV / 8>(shared.out(group), rounded);
-      named_barrier_sync(kOutBarrier + group, 128);
-      if (threadIdx.x % 128 == 0) {
-        const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
-        for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-          tma_store(&arguments.out, shared.out(group) + panel * Shape::kQueryPanelBytes, panel * 64, task.head, token,
-                    params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
-        bulk_commit();
-      }
-      return;
+  if (whole) {
+    const int group = warpgroup_index();
+    uint32_t rounded[Shape::kHeadDimV / 4];
+    round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
+    store_panels<Shape::kOutPanelBytes, Shape::kHeadDimV / 8>(through, rounded);
+    named_barrier_sync(kOutBarrier + group, 128);
+    if (threadIdx.x % 128 == 0) {
+      const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
+      for (int panel = 0; panel < Shape::kValuePanels; ++panel)
+        tma_store(&arguments.out, through + panel * Shape::kOutPanelBytes, panel * 64, task.head, token,
+                  params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
+      bulk_commit();
     }
+    return;
   }
+  const bool is_piece = Shape::kSharesTiles && task.slot >= 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
