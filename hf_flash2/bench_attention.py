@@ -764,7 +764,12 @@ def family_of(provider: str) -> str:
 
 
 def baseline_header(shapes: Shapes) -> str:
-    return f"{f'% of {shapes.baseline}':>26}" if shapes.baseline else ""
+    return f"{f'  % of {shapes.baseline}':>26}" if shapes.baseline else ""
+
+
+def width(provider: str) -> int:
+    """Of a provider's column: two blanks before the longest name, "hf_flash2 sm90 deterministic"."""
+    return max(24, len(provider) + 2)
 
 
 def digits(rate: float) -> str:
@@ -772,7 +777,7 @@ def digits(rate: float) -> str:
 
 
 def format_header(providers: Iterable[str], shapes: Shapes) -> str:
-    names = "".join(f"{name:>24}" for name in providers)
+    names = "".join(f"{name:>{width(name)}}" for name in providers)
     return (
         f"{'mode':8}{'d':>8}{'heads':>7} {'mask':12}{'batch':>12}{'fill':>6}{names}{'ours, % of best rival':>24}{baseline_header(shapes)}"
     )
@@ -789,7 +794,7 @@ def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> 
             row = by_provider[name]
             median, slow, fast = (digits(row.rate(ms)) for ms in (row.ms, row.ms_p80, row.ms_p20))
             cell = f"{median} ({slow}-{fast})"
-        line += f"{cell:>24}"
+        line += f"{cell:>{width(name)}}"
     rival, baseline = (
         ", ".join(f"{percent:.0f}" for percent in percents if percent is not None)
         for percents in (

@@ -513,6 +513,19 @@ def test_csv_and_table(tmp_path):
     assert line.endswith(" 50") and " - " in line
 
 
+def test_columns_stand_apart():
+    point = points_of("papers", "--head-dim", "64", "--seqlen", "512")[0]
+    providers = [provider.name for provider in bench.our_kernels(bench.OURS, "sm90", with_deterministic=True)]
+    assert "hf_flash2 sm90 deterministic" in providers
+    line = bench.format_line(point, measured(point), providers)
+    for shapes in bench.SHAPES.values():
+        header = bench.format_header(providers, shapes)
+        for name in providers:
+            end = header.index(f"  {name}  ") + 2 + len(name)
+            assert line[end - 1] != " " and line[end] == " "  # its cell ends where the name does
+        assert header.endswith(f"  % of {shapes.baseline}" if shapes.baseline else "  ours, % of best rival")
+
+
 def test_what_is_read_from_a_csv_is_what_was_written(tmp_path):
     points = points_of("papers", "--head-dim", "64", "--seqlen", "512")[:1] + points_of("window", "--mode", "fwd") + points_of("decode")[:2]
     rows = [row for point in points for row in measured(point)]
