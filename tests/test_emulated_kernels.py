@@ -17,6 +17,7 @@ import torch
 from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import (
+    check_heads_of_a_group,
     check_nan_spreads,
     check_one_key_outweighs_all,
     check_windows_beyond_every_length,
@@ -544,6 +545,14 @@ def test_keys_apart(family, head_dim, check_keys, library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)
     with emulated.running(monkeypatch, library):
         check_keys(head_dim, CPU)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.group == "group" and c.scores * c.head_dim < LONGEST / 4], ids=lambda c: c.id)
+def test_heads_of_a_group_are_as_with_keys_of_their_own(case, library, monkeypatch):
+    """16 multiprocessors: none of these splits its keys."""
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        check_heads_of_a_group(case, "sm90", CPU, workspaces=False)
 
 
 @pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))

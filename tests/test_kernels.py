@@ -424,9 +424,7 @@ def workspaces(device, monkeypatch) -> list[int]:
     return asked
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in CASES if case.group == "group"], ids=lambda case: case.id)
-def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device, workspaces):
+def check_heads_of_a_group(case, family, device, workspaces) -> None:
     """Whether a tile holds the rows of one head or of a group is not seen in a single bit, unless so many fewer tiles split their keys, or
     the tile of the Hopper family is a small one for one head and a large one for a group (d 64, full: above 64 rows)."""
     sample = Sample(case, torch.bfloat16, device)
@@ -442,6 +440,12 @@ def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device, wo
             torch.testing.assert_close(x, y, rtol=error, atol=error)
     else:
         assert all(map(torch.equal, grouped, alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case.group == "group"], ids=lambda case: case.id)
+def test_heads_of_a_group_are_as_with_keys_of_their_own(case, family, device, workspaces):
+    check_heads_of_a_group(case, family, device, workspaces)
 
 
 @pytest.mark.gpu

@@ -71,14 +71,13 @@ struct OnlineSoftmax {
   // do. Then raise_max() or, from the scores, update(); at last add().
   template <int kNTiles>
   __device__ __forceinline__ bool update_ahead(float (&scores)[kMTiles][kNTiles][4], float (&sums)[kMTiles][2], float scale_log2) const {
-    constexpr float kMost = 256.f;  // beyond, a single key may outweigh those before, and its rounding all others: raise_max()
     bool fits = true;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sums[m][half] = exponentials(scores[m], half, scale_log2, row_max[m][half], 0.f);
-        fits &= !(sums[m][half] > kMost);  // what is not a number stays so
+        fits &= !(sums[m][half] > kMostAhead);  // what is not a number stays so
       }
     }
     return __all_sync(0xffffffffu, fits);
@@ -87,15 +86,17 @@ struct OnlineSoftmax {
   // The maximum follows sums that are finite, to the largest score: its probability is 1 then, which 16 bits hold, and where one key
   // outweighs the others, out is its value. Simulated at d 64, 1k normal scores, that of the first key 10 higher, root mean square: out,
   // before it is rounded, off by 1.2e-5, dq and dk by 1.4e-3 and 1.1e-3, as with maxima looked for; by 1.5e-3, 1.8e-3 and 1.4e-3, where the
-  // maximum follows by whole numbers, from sums of 4096 on. `rescale` as in update().
+  // maximum follows by whole numbers, from sums of 4096 on. `rescale` as in update(). Rows whose sums are small enough keep what they have:
+  // no result depends on which rows share a warp, heads of a group or those of one.
   template <int kNTiles>
   __device__ __forceinline__ void raise_max(float (&scores)[kMTiles][kNTiles][4], float (&sums)[kMTiles][2], float (&rescale)[kMTiles][2]) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float before = row_max[m][half];
-        row_max[m][half] = before + log2_approx(fmaxf(1.f, largest(scores[m], half)));
+        const float before = row_max[m][half], most = largest(scores[m], half);
+        const float sum = quad_reduce(sums[m][half], [](float a, float b) { return fmaxf(a, b); });
+        row_max[m][half] += sum > kMostAhead ? log2_approx(most) : 0.f;
         const float factor = exp2_approx(before - row_max[m][half]);  // NOTE: of the sum as it is rounded, which later blocks subtract
         row_sum[m][half] *= factor;
         sums[m][half] *= factor;
@@ -127,6 +128,9 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Ahead, of a lane's columns: beyond, a single key may outweigh those before, and its rounding all others.
+  static constexpr float kMostAhead = 256.f;
+
   // Of one row, one half of an accumulator, in all lanes of its quad.
   template <int kNTiles>
   static __device__ __forceinline__ float largest(const float (&scores)[kNTiles][4], int half) {
