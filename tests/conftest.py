@@ -71,6 +71,15 @@ def backward_families(monkeypatch) -> list[str]:
     return ran
 
 
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    """accelerate keeps the device and the dtype that its first use in a process had; the next test may want others."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def record_errors(record_property):
     """Call with {tensor name: error of ours / error of eager}; the largest per module ends in the record of the run."""

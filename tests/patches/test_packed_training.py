@@ -10,7 +10,6 @@ import small_models
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from tiny_models import VERSION
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,19 +83,13 @@ def fsdp2(model):
     return fully_shard(model, mesh=mesh)
 
 
-@pytest.fixture
-def bf16_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)  # one per process, and another test may have made it
-    yield Accelerator(mixed_precision="bf16", cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_accelerate_mixed_precision(bf16_accelerator):
+def test_accelerate_mixed_precision():
     """Patched before prepare, the loss in chunks runs under its autocast. Patched after, Transformers' own does, and the report says so."""
     eager = small_models.model("llama").train()
     before, after = copy.deepcopy(eager), copy.deepcopy(eager)
     reports = [hf_flash2.patch(before, packed=True)]
-    eager, before, after = (bf16_accelerator.prepare(model) for model in (eager, before, after))
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    eager, before, after = (accelerator.prepare(model) for model in (eager, before, after))
     reports.append(hf_flash2.patch(after, packed=True))
     seen = []
     for model in (before, after):
