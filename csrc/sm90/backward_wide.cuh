@@ -6,6 +6,7 @@
 // computes some columns, a step later, and adds them to global memory from its registers. So the first is a step ahead of the second, and
 // waits for it only where it would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 ->
 // 477 442, where both had met in every step for dS.
+// Tried and left: at d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
 #pragma once
 #include "device/reduce_add.cuh"
 #include "device/semaphore.cuh"

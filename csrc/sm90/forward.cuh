@@ -19,10 +19,12 @@
 // PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
 // halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
 // 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
-// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from memory.
-// Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 % slower;
-// that warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13 %; by the
-// copy engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %.
+// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from
+// memory. Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 %
+// slower; that warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13
+// %; by the copy engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to
+// d 128: -1 to 1 %, d 96 and 128 causal at 512 2 to 3 % faster. Maps that bring 128 bytes to L2, or no more than is asked for, in place of
+// 256: level.
 #pragma once
 #include <type_traits>
 
