@@ -115,16 +115,21 @@ def pytest_collection_modifyitems(items):
 
 
 class RunRecord:
-    """Counts outcomes and keeps the largest error ratio of each test module; writes both with the versions at the end of the session."""
+    """Counts outcomes and keeps the largest error ratio of each test module and why tests failed; at the end of the session writes these
+    with the versions."""
 
     def __init__(self, path: Path):
         self.path = path
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.ratios: dict[str, dict[str, float]] = {}
+        self.failures: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":  # a failing set-up or tear-down counts too
             self.counts[report.outcome] += 1
+        if report.outcome == "failed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.failures[report.nodeid] = (crash.message if crash else report.longreprtext)[:1000]
         if report.when != "call":
             return
         module = self.ratios.setdefault(report.nodeid.split("::")[0], {})
@@ -139,6 +144,7 @@ class RunRecord:
             **environment(),
             **git_state(self.path),
             "tests": self.counts,
+            **({"failures": self.failures} if self.failures else {}),
             "largest_error_ours_over_eager": {
                 module: {k: round(v, 3) for k, v in ratios.items()} for module, ratios in self.ratios.items() if ratios
             },
