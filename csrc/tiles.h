@@ -103,11 +103,12 @@ namespace hf_flash2::sm90 {
 // * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64; and 1 KB of zeros in padded batches. Accumulator
 // registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as
 // in multi-head latent attention.
-// kOutApart: O leaves through shared memory of its own, 128 kConsumers Dv' bytes more. Where nothing is left for it, it leaves through the stage
-// of the ring that the last keys of the tile had: K's for one warpgroup, V's for the other. PERF: in place of stores from registers, which took
-// 7,000 of 43,000 cycles of a tile at d 256, 1k. One H100, at 512, 1k, 2k, 4k, TFLOP/s: d 192 full 484 619 735 783 -> 510 647 753 794, causal
-// 261 425 577 705 -> 277 446 599 715; d 256 full 503 654 751 773 -> 516 673 762 782, causal 286 474 615 713 -> 297 479 609 720; 192/128 at 1k
-// full 685 -> 693, causal 489 -> 503, at 4k level. Of tiles that end behind their sequence, too: level, and d 128 0.5 % slower.
+// kOutApart: O leaves through shared memory of its own, 128 kConsumers Dv' bytes more. Where nothing is left for it, it leaves through the
+// stage of the ring that the last keys of the tile had: K's for one warpgroup, V's for the other. PERF: in place of stores from registers,
+// which took 7,000 of 43,000 cycles of a tile at d 256, 1k. One H100, at 512, 1k, 2k, 4k, TFLOP/s: d 192 full 484 619 735 783 -> 510 647
+// 753 794, causal 261 425 577 705 -> 277 446 599 715; d 256 full 503 654 751 773 -> 516 673 762 782, causal 286 474 615 713 -> 297 479 609
+// 720; 192/128 at 1k full 685 -> 693, causal 489 -> 503, at 4k full level, causal 698 665 -> 681 660 in two runs, less than either spreads.
+// Of tiles that end behind their sequence, too: level, and d 128 0.5 % slower.
 // TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles.
 // At d 64, 64 rows a block in place of 192 fit short triangles, and with three blocks on a multiprocessor (65 KB each, 120 registers a consumer
 // thread) one begins or ends a tile while others compute. PERF: one H200, d 64 causal at 512 / 1k / 2k, TFLOP/s: 148 261 347 with 192 rows, 215

@@ -552,7 +552,7 @@ def test_heads_of_a_group_are_as_with_keys_of_their_own(case, library, monkeypat
     """16 multiprocessors: none of these splits its keys."""
     monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
-        check_heads_of_a_group(case, "sm90", CPU, workspaces=False)
+        check_heads_of_a_group(case, "sm90", CPU, workspaces=[])
 
 
 @pytest.mark.parametrize("lengths", ((100, 60), (60, 60)))

@@ -86,8 +86,8 @@ struct OnlineSoftmax {
   // The maximum follows sums that are finite, to the largest score: its probability is 1 then, which 16 bits hold, and where one key
   // outweighs the others, out is its value. Simulated at d 64, 1k normal scores, that of the first key 10 higher, root mean square: out,
   // before it is rounded, off by 1.2e-5, dq and dk by 1.4e-3 and 1.1e-3, as with maxima looked for; by 1.5e-3, 1.8e-3 and 1.4e-3, where the
-  // maximum follows by whole numbers, from sums of 4096 on. `rescale` as in update(). Rows whose sums are small enough keep what they have:
-  // no result depends on which rows share a warp, heads of a group or those of one.
+  // maximum follows by whole numbers, from sums of 4096 on. `rescale` as in update(). Rows whose sums are small enough keep what they have,
+  // whatever those do that share their warp: other heads of a group, or other queries.
   template <int kNTiles>
   __device__ __forceinline__ void raise_max(float (&scores)[kMTiles][kNTiles][4], float (&sums)[kMTiles][2], float (&rescale)[kMTiles][2]) {
 #pragma unroll

@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, con
   }
 }
 
-// Whether the copy engine takes O: of whole tiles. Rows of a tile that ends behind its sequence, and shares, which are floats, are written from
-// registers.
+// Whether the copy engine takes O: of whole tiles. Rows of a tile that ends behind its sequence, and shares, which are floats, are written
+// from registers.
 template <typename Shape>
 __device__ __forceinline__ bool is_whole(const ForwardArguments& arguments, const ForwardTask& task) {
   const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
@@ -102,8 +102,8 @@ __device__ __forceinline__ bool is_whole(const ForwardArguments& arguments, cons
          task.key_block_begin < task.key_block_end;
 }
 
-// A warpgroup's rows of O, through shared memory at `through` where the tile is whole: the copy engine takes them under whatever the warpgroup
-// does next. `row` is this thread's first.
+// A warpgroup's rows of O, through shared memory at `through` where the tile is whole: the copy engine takes them under whatever the
+// warpgroup does next. `row` is this thread's first.
 template <typename Shape, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool whole, uint32_t through, const ForwardTask& task, int row,
                                           const float (&out)[Shape::kHeadDimV / 8][4]) {

@@ -37,8 +37,8 @@ __device__ __forceinline__ void compute_scores_again(const ForwardArguments& arg
 }
 
 // By a warp of whose sums some are too large: makes scores, sums and the maximum as if this had been looked for, and says how to rescale
-// out. Where exponentials may have overflowed, when the maximum grew by some 100 (base 2) from one block to the next, from the scores: those of
-// all rows of the warp then, in the last bits of which alone one row may depend on another.
+// out. Where exponentials may have overflowed, when the maximum grew by some 100 (base 2) from one block to the next, from the scores:
+// those of all rows of the warp, so that here alone one row depends on others, by how its probabilities are rounded.
 template <typename T, int kNTiles>
 __device__ __forceinline__ void follow_maximum(const ForwardArguments& arguments, const ForwardTask& task, int row, int key,
                                                float scale_log2, OnlineSoftmax<1>& softmax, float (&scores)[1][kNTiles][4],
