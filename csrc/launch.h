@@ -50,7 +50,8 @@ inline void check_count(int64_t count, const char* name) {
 }
 
 // One-dimensional launch of kernel(params); does nothing for an empty grid. most_shared_bytes: of all launches of a kernel, where they differ.
-template <auto kKernel, typename Params>
+// kCluster: thread blocks of a cluster (cluster.cuh).
+template <auto kKernel, typename Params, int kCluster = 1>
 void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name,
             Start start = Start::kInOrder, int most_shared_bytes = 0) {
   static std::atomic<uint64_t> shared_memory_allowed{0};
@@ -59,16 +60,23 @@ void launch(const Params& params, int64_t blocks, int threads, int shared_bytes,
   most_shared_bytes = std::max(most_shared_bytes, shared_bytes);
   if (most_shared_bytes > 48 * 1024)
     allow_shared_memory(reinterpret_cast<const void*>(kKernel), most_shared_bytes, device, shared_memory_allowed);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (start == Start::kEarly) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kCluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {kCluster, 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = start == Start::kEarly ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   void* arguments[] = {const_cast<Params*>(&params)};
   check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments), name);
 }

@@ -65,6 +65,48 @@ def test_fault(fault, seed, library):
         assert torch.equal(out[:64], a.float() @ b.float().T)
 
 
+# In the order of `Fault` in cluster_faults.cu.
+CLUSTER_FAULTS = {
+    "none": "",
+    "no proxy fence": "without a fence.proxy.async after it",
+    "no empty wait": r"a race: warp \d+ writes|written while a wgmma or copy that reads it|another one that fills it is in flight",
+    "no full wait": r"read while a copy into it is in flight: a wait is missing|a race: warp \d+ writes",
+    "nothing sent": r"deadlock:.* block 1: threads 0-63 wait for mbarrier at 0x600, parity 0",
+    "too few bytes": "the size must be a multiple of 16 bytes",
+    "ordinary access": "is outside the 528 bytes of the block",
+    "no meeting": "shared memory of the peer, which has ended",
+    "no arrival": "waits at the barrier of the cluster before it arrives",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build.build_file(build.HERE / "cluster_faults.cu")))
+    library.run_cluster_with_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+    library.run_cluster_with_fault.restype = ctypes.c_char_p
+    library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
+    return library
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_fault_of_a_cluster(fault, seed, cluster_library):
+    seed = 0 if fault == "no meeting" else seed  # in another order the peer has not ended yet
+    cluster_library.emulator_schedule(seed, 1 + seed)
+    out = torch.full((3, 2, 64), float("nan"))
+    error = cluster_library.run_cluster_with_fault(list(CLUSTER_FAULTS).index(fault), out.data_ptr(), 4).decode()
+    if CLUSTER_FAULTS[fault]:
+        assert re.search(CLUSTER_FAULTS[fault], error)
+        return
+    assert error == ""
+    peers = 100.0 * torch.tensor([1, 0])
+    assert torch.equal(out, 1000.0 * torch.arange(3)[:, None, None] + peers[:, None] + torch.arange(64.0))
+
+
+def test_a_grid_of_half_a_cluster_is_refused(cluster_library):
+    assert "no multiple of the cluster" in cluster_library.run_cluster_with_fault(0, torch.empty(384).data_ptr(), 3).decode()
+
+
 def test_an_unknown_instruction_is_named():
     text = translate.translate(
         'asm volatile("frobnicate.sync.b32 %0, [%1 + 8], {%2, 3};" : "=r"(x) : "r"(y), "f"(z[1]) : "memory");', "a.cuh"

@@ -55,6 +55,26 @@ char* stack_end(const Block& block, size_t thread) { return block.stacks + (thre
 // Its last word, which shows an overflow when the thread ends. Guard pages would be more mappings than a process may have.
 uint64_t& stack_floor(const Block& block, size_t thread) { return *reinterpret_cast<uint64_t*>(block.stacks + thread * kStackBytes); }
 
+Block& first_of_cluster(Block& block) { return block.rank() == 0 ? block : *block.peer; }
+
+// When all threads of both blocks have arrived that have not ended.
+void complete_cluster_barrier(Block& block) {
+  NamedBarrier& barrier = first_of_cluster(block).cluster;
+  if (barrier.arrived == 0 || barrier.arrived < block.live + block.peer->live) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  complete(barrier);
+  for (Block* each : {&block, block.peer}) wake(*each, Wait::kCluster, 0);
+}
+
+// At the end of a block.
+void check_copies_between_peers(const Block& block) {
+  for (const Copy& copy : block.loads)
+    if (copy.kind == Copy::kFromPeer) fail("the block ends before a copy of its peer has arrived");
+  for (const Copy& copy : block.peer->loads)
+    if (copy.kind == Copy::kFromPeer) fail("the block ends before its copy to the peer has been read");
+}
+
 void thread_main() {
   // Kernels take their one argument by reference (translate.py), whatever its type.
   reinterpret_cast<void (*)(void*)>(const_cast<void*>(machine.kernel))(machine.arguments[0]);
@@ -62,8 +82,12 @@ void thread_main() {
   if (stack_floor(*fiber.block, fiber.index.x) != kStackMark) fail("the thread needs more than %zu bytes of stack", kUsableStackBytes);
   if (!fiber.accumulators.empty()) fail("the thread ends before its wgmma have completed");
   finish_copies(fiber);
-  if (--fiber.block->live == 0) {
+  if (fiber.cluster_generation != 0) fail("the thread ends before it has waited at the barrier of the cluster");
+  --fiber.block->live;
+  if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
+  if (fiber.block->live == 0) {
     check_kernel_before("the end of the block");
+    if (fiber.block->peer != nullptr) check_copies_between_peers(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
       if (barrier.arrived > 0) fail("the block ends with %d of %d arrivals at barrier %d", barrier.arrived, barrier.threads, id);
@@ -89,10 +113,11 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   block.live = threads;
   block.after_kernel_before = !machine.early;
   block.warps.assign(threads / kLanes, Warp{});
-  for (size_t warp = 0; warp < block.warps.size(); ++warp) block.warps[warp].clock[warp] = 1;
   block.barriers = {};
   block.groups.assign((block.warps.size() + kWarpsPerGroup - 1) / kWarpsPerGroup, Warpgroup{});
   block.loads.clear();
+  block.peer = nullptr;
+  block.cluster = {};
   block.dynamic_bytes = dynamic_bytes;
   reset_shared_memory(block);
   for (int i = 0; i < threads; ++i) {
@@ -132,6 +157,10 @@ const char* describe(const Fiber& fiber, char (&text)[160]) {
       break;
     case Wait::kMemory:
       snprintf(text, sizeof text, "a change of the value %d in global memory", static_cast<int>(fiber.wait.what));
+      break;
+    case Wait::kCluster:
+      snprintf(text, sizeof text, "the barrier of the cluster (%d of %d threads have arrived)",
+               first_of_cluster(*fiber.block).cluster.arrived, fiber.block->live + fiber.block->peer->live);
       break;
     default:
       snprintf(text, sizeof text, "nothing");
@@ -294,11 +323,22 @@ void wake(Block& block, Wait::Kind kind, uint64_t where) {
   }
 }
 
-std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early) {
+namespace {
+
+void begin_clocks(Block& block) {
+  for (size_t warp = 0; warp < block.warps.size(); ++warp) block.warps[warp].clock[block.rank() * (kMaxWarps / 2) + warp] = 1;
+}
+
+}  // namespace
+
+std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early, int cluster) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (block.y * block.z != 1 || grid.y * grid.z != 1) return "the emulator has one-dimensional grids and blocks only";
   if (block.x == 0 || block.x > kMaxThreads || block.x % kLanes != 0) return "the emulator wants whole warps, at most 1024 threads";
+  if (cluster != 1 && cluster != 2) return "the emulator has clusters of two blocks only";
+  if (grid.x % cluster != 0) return "the grid is no multiple of the cluster";
+  if (cluster == 2 && block.x > kMaxThreads / 2) return "the emulator wants at most 512 threads in a block of a cluster";
   grid_size = grid, block_size = block;
   machine.kernel = kernel, machine.arguments = arguments, machine.early = early;
   machine.random = schedule.seed * 2654435761u | 1;
@@ -307,8 +347,15 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   try {
     for (;;) {
       while (static_cast<int>(machine.blocks.size()) < std::max(1, schedule.resident) && started < grid.x) {
-        machine.blocks.push_back(machine.take_spare());
-        start(*machine.blocks.back(), started++, dynamic_bytes);
+        for (int rank = 0; rank < cluster; ++rank) {
+          machine.blocks.push_back(machine.take_spare());
+          start(*machine.blocks.back(), started++, dynamic_bytes);
+        }
+        if (cluster == 2) {
+          Block &first = **(machine.blocks.end() - 2), &second = *machine.blocks.back();
+          first.peer = &second, second.peer = &first;
+        }
+        for (int rank = 0; rank < cluster; ++rank) begin_clocks(**(machine.blocks.end() - 1 - rank));
       }
       if (machine.blocks.empty()) return "";
       machine.warp = nullptr;
@@ -318,7 +365,8 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
       current = nullptr;
       if (!machine.error.empty()) throw std::runtime_error(machine.error);
       for (size_t i = machine.blocks.size(); i-- > 0;) {
-        if (machine.blocks[i]->live > 0) continue;
+        const Block& ended = *machine.blocks[i];
+        if (ended.live > 0 || (ended.peer != nullptr && ended.peer->live > 0)) continue;
         machine.spare.push_back(std::move(machine.blocks[i]));
         machine.blocks.erase(machine.blocks.begin() + i);
       }
@@ -413,6 +461,15 @@ void complete_if_done(Block& block, Mbarrier& barrier, uint32_t address) {
   wake(block, Wait::kMbarrier, address);
 }
 
+void arrive(Block& block, uint32_t address) {
+  Mbarrier& barrier = mbarrier_at(block, address);
+  if (barrier.pending == 0) fail("mbarrier at 0x%x: more arrivals than the %d of its phase", address, static_cast<int>(barrier.count));
+  barrier.pending -= 1;
+  tell(block.mbarriers[address].told);
+  complete_if_done(block, barrier, address);
+  let_others_run();
+}
+
 }  // namespace
 
 void mbarrier_init(uint32_t address, uint32_t count) {
@@ -430,12 +487,52 @@ void mbarrier_expect(uint32_t address, uint32_t bytes) {
 
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   if (expected_bytes > 0) mbarrier_expect(address, expected_bytes);
-  Mbarrier& barrier = mbarrier_at(*self().block, address);
-  if (barrier.pending == 0) fail("mbarrier at 0x%x: more arrivals than the %d of its phase", address, static_cast<int>(barrier.count));
-  barrier.pending -= 1;
-  tell(self().block->mbarriers[address].told);
-  complete_if_done(*self().block, barrier, address);
+  arrive(*self().block, address);
+}
+
+// ---- Clusters ----
+
+namespace {
+constexpr int kRankShift = 24;  // of a mapped address: 1 + the rank
+}
+
+uint32_t map_to_rank(uint32_t address, uint32_t rank) {
+  const Block& block = *self().block;
+  if (block.peer == nullptr) fail("mapa in a kernel that was launched without clusters");
+  if (rank != static_cast<uint32_t>(1 - block.rank())) fail("mapa to rank %u, which is not the peer's", rank);
+  return (rank + 1) << kRankShift | address;
+}
+
+uint32_t unmapped(uint32_t mapped_address) { return mapped_address & ((1u << kRankShift) - 1); }
+
+Block& peer_of(uint32_t mapped_address) {
+  if (mapped_address >> kRankShift == 0) fail("0x%x is no address of the cluster: mapa makes one", mapped_address);
+  Block& peer = *self().block->peer;
+  if (peer.live == 0) fail("shared memory of the peer, which has ended");
+  return peer;
+}
+
+void peer_mbarrier_arrive(uint32_t mapped_address) { arrive(peer_of(mapped_address), unmapped(mapped_address)); }
+
+void cluster_arrive() {
+  Fiber& fiber = self();
+  if (fiber.block->peer == nullptr) fail("the barrier of the cluster in a kernel that was launched without clusters");
+  if (fiber.cluster_generation != 0) fail("the thread arrives twice at the barrier of the cluster");
+  NamedBarrier& barrier = first_of_cluster(*fiber.block).cluster;
+  fiber.cluster_generation = 1 + barrier.generation;
+  tell(barrier.told);
+  ++barrier.arrived;
+  complete_cluster_barrier(*fiber.block);
   let_others_run();
+}
+
+void cluster_wait() {
+  Fiber& fiber = self();
+  if (fiber.cluster_generation == 0) fail("the thread waits at the barrier of the cluster before it arrives");
+  const NamedBarrier& barrier = first_of_cluster(*fiber.block).cluster;
+  while (barrier.generation < fiber.cluster_generation) wait(Wait::kCluster, 0);
+  fiber.cluster_generation = 0;
+  learn(barrier.complete);
 }
 
 bool mbarrier_completed(uint32_t address, uint32_t parity) {

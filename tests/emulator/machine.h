@@ -10,9 +10,11 @@
 //   without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half
 //   full - more arrivals than a barrier expects - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early
 //   before one of the block's threads has waited for the kernel before, and the end of a block without that wait (tensor copies and plain
-//   loads may come earlier: of inputs).
-// Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, clusters, operations of part of
-// a warp, wgmma operands without swizzle, time.
+//   loads may come earlier: of inputs) - in clusters of two blocks, copies and arrivals that reach a peer which has ended.
+// Warps of the second block of a cluster are counted from 16 on. Whoever writes what a copy to the peer reads is told so only while that copy
+// is on its way, which lasts until nobody else can go on.
+// Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, larger clusters, operations of
+// part of a warp, wgmma operands without swizzle, time.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>
@@ -57,8 +59,8 @@ struct Schedule {
 extern Schedule schedule;
 
 // Runs every block of a grid. Empty when all went well, else what went wrong. `kernel` takes its arguments by reference.
-// `early`: as if the kernel before might still run (programmatic stream serialisation).
-std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early = false);
+// `early`: as if the kernel before might still run (programmatic stream serialisation). `cluster`: blocks of one, 1 or 2, which run together.
+std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_bytes, bool early = false, int cluster = 1);
 
 // Waiting for the kernel before, and what must come after it.
 void wait_for_kernel_before();
@@ -91,6 +93,13 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_expect(uint32_t address, uint32_t bytes);
 bool mbarrier_completed(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
+
+// ---- Clusters ----
+uint32_t map_to_rank(uint32_t address, uint32_t rank);  // an address that only the next two take
+void peer_mbarrier_arrive(uint32_t mapped_address);
+void copy_to_peer(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_mbarrier);
+void cluster_arrive();
+void cluster_wait();
 
 // After telling others to go on without waiting for them: whether they do before this thread is up to the schedule.
 void let_others_run();

@@ -227,6 +227,12 @@ void perform(Block& block, const Copy& copy) {
       end_filling(block, copy.shared, copy.bytes);
       mbarrier_complete_bytes(block, copy);
       break;
+    case Copy::kFromPeer:
+      memcpy(shared, copy.source->window + copy.source_address, copy.bytes);
+      for_granules(*copy.source, copy.source_address, copy.bytes, [](Granule& granule) { --granule.readers; });
+      end_filling(block, copy.shared, copy.bytes);
+      mbarrier_complete_bytes(block, copy);
+      break;
     case Copy::kBulkStore:
     case Copy::kBulkAddFloats: {
       auto* destination = static_cast<unsigned char*>(const_cast<void*>(copy.host));
@@ -281,7 +287,7 @@ void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const
   Block& block = *self().block;
   Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
   start_filling(block, destination, copy.bytes, 128);
-  copy.warp = self().warp, copy.time = now();
+  copy.warp = warp_slot(), copy.time = now();
   tensor_bytes += copy.bytes;
   block.loads.push_back(copy);
 }
@@ -292,7 +298,17 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   check_flat_copy();
   Block& block = *self().block;
   start_filling(block, destination, bytes, 16);
-  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}, self().warp, now()});
+  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}, warp_slot(), now()});
+}
+
+void copy_to_peer(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_mbarrier) {
+  if (bytes % 16 != 0) fail("cp.async.bulk: the size must be a multiple of 16 bytes");
+  Block &block = *self().block, &peer = peer_of(mapped_destination);
+  const uint32_t destination = unmapped(mapped_destination), mbarrier = unmapped(mapped_mbarrier);
+  peer_of(mapped_mbarrier);
+  start_reading(block, source, bytes, 16);
+  start_filling(peer, destination, bytes, 16);
+  peer.loads.push_back({Copy::kFromPeer, destination, nullptr, bytes, 0, mbarrier, {}, {}, warp_slot(), now(), &block, source});
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {

@@ -12,13 +12,11 @@ namespace {
 
 Warp& own_warp() { return self().block->warps[self().warp]; }
 
-int own_group() { return kMaxWarps + self().warp / kWarpsPerGroup; }
-
 size_t index_of(const Block& block, const Granule& granule) { return &granule - block.granules.data(); }
 
 void check_write(const Granule& granule, uint32_t address, const char* verb) {
   if (granule.written > own_warp().clock[granule.written_by])
-    fail("a race: warp %d %s shared address 0x%x, which warp %d wrote, with no barrier between", self().warp, verb, address,
+    fail("a race: warp %d %s shared address 0x%x, which warp %d wrote, with no barrier between", warp_slot(), verb, address,
          granule.written_by);
 }
 
@@ -31,7 +29,7 @@ void join(Clock& clock, const Clock& other) {
 void tell(Clock& clock) {
   Warp& warp = own_warp();
   join(clock, warp.clock);
-  ++warp.clock[self().warp];
+  ++warp.clock[warp_slot()];
 }
 
 void complete(Teller& teller) {
@@ -41,20 +39,20 @@ void complete(Teller& teller) {
 
 void learn(const Clock& clock) { join(own_warp().clock, clock); }
 
-uint32_t now() { return own_warp().clock[self().warp]; }
+uint32_t now() { return own_warp().clock[warp_slot()]; }
 
 void note_read(Block& block, const Granule& granule, uint32_t address) {
   check_write(granule, address, "reads");
-  block.reads[index_of(block, granule)][self().warp] = now();
+  block.reads[index_of(block, granule)][warp_slot()] = now();
 }
 
 void note_product(Block& block, const Granule& granule, uint32_t address, uint64_t number) {
   check_write(granule, address, "reads");
-  block.reads[index_of(block, granule)][own_group()] = number + 1;
+  block.reads[index_of(block, granule)][group_slot()] = number + 1;
 }
 
 void learn_products(uint64_t count) {
-  uint32_t& known = own_warp().clock[own_group()];
+  uint32_t& known = own_warp().clock[group_slot()];
   known = std::max(known, static_cast<uint32_t>(count));
 }
 
@@ -64,12 +62,12 @@ void note_write(Block& block, Granule& granule, uint32_t address) {
   const Clock& known = own_warp().clock;
   for (int i = 0; i < static_cast<int>(known.size()); ++i) {
     if (reads[i] > known[i])
-      fail("a race: warp %d writes shared address 0x%x, which %s %d reads, with no barrier between", self().warp, address,
+      fail("a race: warp %d writes shared address 0x%x, which %s %d reads, with no barrier between", warp_slot(), address,
            i < kMaxWarps ? "warp" : "a product of warpgroup", i < kMaxWarps ? i : i - kMaxWarps);
   }
   reads = {};
   granule.written = now();
-  granule.written_by = self().warp;
+  granule.written_by = warp_slot();
 }
 
 }  // namespace emulator

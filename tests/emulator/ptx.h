@@ -53,6 +53,10 @@ inline void cvt_rn_bf16x2_f32(uint32_t& packed, float high, float low) {
 inline void cvt_rn_f16x2_f32(uint32_t& packed, float high, float low) {
   packed = static_cast<uint32_t>(to_half(high)) << 16 | to_half(low);
 }
+inline void cvt_rn_satfinite_f16x2_f32(uint32_t& packed, float high, float low) {
+  const auto finite = [](float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; };  // NaN stays
+  cvt_rn_f16x2_f32(packed, finite(high), finite(low));
+}
 inline void ex2_approx_ftz_f32(float& y, float x) {
   y = exp2f(x);
   if (y < 1.17549435e-38f) y = 0.f;
@@ -254,6 +258,10 @@ inline void mbarrier_init_shared__cta_b64(uint32_t barrier, uint32_t count) { mb
 inline void fence_mbarrier_init_release_cluster() {}
 inline void mbarrier_arrive_shared__cta_b64(uint32_t&, uint32_t barrier) { mbarrier_arrive(barrier, 0); }
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t&, uint32_t barrier, uint32_t bytes) { mbarrier_arrive(barrier, bytes); }
+inline void mapa_shared__cluster_u32(uint32_t& mapped, uint32_t address, uint32_t rank) { mapped = map_to_rank(address, rank); }
+inline void mbarrier_arrive_relaxed_cluster_shared__cluster_b64(uint32_t&, uint32_t barrier) { peer_mbarrier_arrive(barrier); }
+inline void barrier_cluster_arrive_release() { cluster_arrive(); }
+inline void barrier_cluster_wait_acquire() { cluster_wait(); }
 inline void mbarrier_expect_tx_shared__cta_b64(uint32_t barrier, uint32_t bytes) { mbarrier_expect(barrier, bytes); }
 inline void mbarrier_test_wait_parity_shared__cta_b64(bool& done, uint32_t barrier, uint32_t parity) {
   done = mbarrier_completed(barrier, parity);
@@ -316,6 +324,10 @@ void cp_async_bulk_global_shared__cta_bulk_group(P destination, uint32_t source,
 template <typename P>
 void cp_async_bulk_global_shared__cta_bulk_group_L2__cache_hint(P destination, uint32_t source, uint32_t bytes, uint64_t) {
   bulk_store(pointer(destination), source, bytes, false);
+}
+inline void cp_async_bulk_shared__cluster_shared__cta_mbarrier__complete_tx__bytes(uint32_t destination, uint32_t source, uint32_t bytes,
+                                                                                   uint32_t barrier) {
+  copy_to_peer(destination, source, bytes, barrier);
 }
 inline void createpolicy_fractional_L2__evict_first_b64(uint64_t& policy) { policy = 0; }  // there is no L2
 template <typename P>

@@ -106,9 +106,17 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int byte
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   const int allowed = std::max(48 * 1024, allowed_shared_bytes[{kernel, current_device}]);
   if (config->dynamicSmemBytes > static_cast<size_t>(allowed) || config->gridDim.x == 0) return cudaErrorInvalidValue;
-  const bool early = config->numAttrs == 1 && config->attrs->val.programmaticStreamSerializationAllowed;
-  if (early && emulator::kDevices[current_device].compute_capability < 90) return cudaErrorInvalidValue;
-  launch_error = emulator::run(kernel, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, early);
+  bool early = false;
+  int cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension)
+      cluster = attribute.val.clusterDim.x * attribute.val.clusterDim.y * attribute.val.clusterDim.z;
+    else
+      early = attribute.val.programmaticStreamSerializationAllowed;
+  }
+  if ((early || cluster > 1) && emulator::kDevices[current_device].compute_capability < 90) return cudaErrorInvalidValue;
+  launch_error = emulator::run(kernel, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, early, cluster);
   return launch_error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

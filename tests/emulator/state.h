@@ -22,7 +22,7 @@ using Clock = std::array<uint32_t, kMaxWarps + kMaxWarps / kWarpsPerGroup>;
 
 // A copy whose bytes have not moved yet.
 struct Copy {
-  enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats } kind;
+  enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats, kFromPeer } kind;
   uint32_t shared;   // address
   const void* host;  // address, or the tensor map
   uint32_t bytes;
@@ -30,8 +30,10 @@ struct Copy {
   uint32_t mbarrier;     // of loads by the copy engine
   std::array<int, 5> coordinates;
   std::vector<unsigned char> read;  // of stores: the bytes, once they have been read
-  int warp = 0;                     // that has asked for it
+  int warp = 0;                     // slot of the one that has asked for it
   uint32_t time = 0;                // and when
+  Block* source = nullptr;          // kFromPeer: whose shared memory is read
+  uint32_t source_address = 0;      // and where
 };
 
 // Accumulators of the 128 threads of a warpgroup between the first product that uses them and the wait that completes the last.
@@ -64,7 +66,7 @@ struct PendingAccumulators {
 // Of barriers `where` is the id, of mbarriers the address (`what`: the parity), of products the warpgroup (how many have to be done), of memory
 // the address (the value that was there).
 struct Wait {
-  enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kOthers, kFinished } kind = kNothing;
+  enum Kind { kNothing, kWarp, kBarrier, kMbarrier, kProducts, kMemory, kOthers, kCluster, kFinished } kind = kNothing;
   uint64_t where = 0, what = 0;
 };
 
@@ -83,6 +85,7 @@ struct Fiber : Thread {
   std::deque<uint64_t> product_groups;  // products issued when each pending group was closed
   bool fenced;                          // wgmma.fence since the last wait
   std::vector<PendingAccumulators> accumulators;
+  uint64_t cluster_generation;  // 1 + the one that it arrived in at the barrier of the cluster; 0: in none
 };
 
 struct Warp {
@@ -109,7 +112,7 @@ struct Granule {
   uint16_t readers;       // wgmma and stores in flight that will read it
   uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
   uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
-  uint16_t written_by;    // warp: the last write of any kind
+  uint16_t written_by;    // slot of a warp: the last write of any kind
   uint32_t written;       // and when; 0: none
 };
 
@@ -129,14 +132,25 @@ struct Block {
   uint32_t dynamic_bytes, static_bytes;
   std::map<std::string, uint32_t> static_variables;
   std::vector<Copy> loads;  // in flight
+  Block* peer;              // the other of a cluster, or null
+  NamedBarrier cluster;     // in the first of a cluster: the barrier of both
+  int rank() const { return peer != nullptr ? index.x % 2 : 0; }
 };
 
 inline Fiber& self() { return *static_cast<Fiber*>(current); }
+
+// Of the running warp and its warpgroup, in a Clock.
+inline int warp_slot() { return self().block->rank() * (kMaxWarps / 2) + self().warp; }
+inline int group_slot() { return kMaxWarps + warp_slot() / kWarpsPerGroup; }
 
 void wait(Wait::Kind kind, uint64_t where, uint64_t what = 0);  // until woken
 void wake(Block& block, Wait::Kind kind, uint64_t where);
 
 void mbarrier_complete_bytes(Block& block, const Copy& copy);
+
+// The block that an address of map_to_rank() is in, and the address there.
+Block& peer_of(uint32_t mapped_address);
+uint32_t unmapped(uint32_t mapped_address);
 
 // Order of what warps do to shared memory (order.cpp).
 void join(Clock& clock, const Clock& other);
