@@ -29,7 +29,7 @@ PRODUCTS = (
         "WgmmaShared", "A and B in shared memory, both contracted along their columns (K-major).", False, "1, 1, 0, 0", (64, 80, 112, 128)
     ),
     # Widths: the columns of dQ that one warpgroup computes.
-    Product("WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (64, 128)),
+    Product("WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (32, 64)),
     Product("WgmmaRegisters", "A in registers, B in shared memory, contracted along its rows (MN-major).", True, "1, 1, 1", HEAD_DIMS),
 )
 

@@ -211,7 +211,7 @@ def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int]
     """How many chunks of dq were rounded beside the tasks of a Hopper backward, as its scratch says, and how many there are."""
     (block_m, _), columns, warps = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64, 12  # of a thread block
     tiles = len(case.lengths_q) * -(-max(case.lengths_q) // block_m) * case.heads[0]
-    ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(workspace + tiles * (block_m * (columns + 2) + 2) * 4)
+    ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(workspace + tiles * (block_m * (columns + 2) + SEMAPHORES) * 4)
     written = [end for end in ends if end != -1]  # scratch is poisoned
     assert len(written) % warps == 0
     return sum((end - begin) // len(written) for begin, end in enumerate(written)), tiles * block_m * columns // (64 * 32)
@@ -284,6 +284,7 @@ def test_rows_of_a_warpgroup_see_no_key_but_others_of_the_tile_do(head_dim, wind
 
 
 ROUNDING_WARPS = 96  # csrc/attention/workspace.cuh
+SEMAPHORES = 4  # of a tile of dQ: Workspace::kSemaphores
 KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}  # of the Hopper backward: queries, keys
 
 
@@ -297,7 +298,7 @@ def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int)
         return sum(lengths) // size + batch if packed else batch * -(-seqlen // size)
 
     (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
-    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + 2) + ROUNDING_WARPS + 1) * 4
+    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + SEMAPHORES) + ROUNDING_WARPS + 1) * 4
     of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 2
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 

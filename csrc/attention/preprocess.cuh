@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   if (query_block * kBlockM >= seq.length) return;
 
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + query_block;
-  if (threadIdx.x < 2) *workspace.semaphore(tile, threadIdx.x) = threadIdx.x == 0 && kClearDq && !params.deterministic ? kEveryTurn : 0;
+  if (threadIdx.x < Workspace::kSemaphores)
+    *workspace.semaphore(tile, threadIdx.x) = threadIdx.x == 0 && kClearDq && !params.deterministic ? kEveryTurn : 0;
   if constexpr (kClearDq) {
     float4* dq = reinterpret_cast<float4*>(workspace.dq + tile * kBlockM * kColumns);
     for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kPreprocessThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -25,6 +25,13 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   return packed;
 }
 
+// As pack<__half>, but what is too large becomes the largest there is.
+__device__ __forceinline__ uint32_t pack_half_finite(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t packed);
 

@@ -118,7 +118,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, tokens_k, forward.heads_k, batch, Shape::kBlockN);
   arguments.params = params;
 
-  // A key block a thread block. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
+  // A key block, or one of each block of a cluster, a task. Causal: the first key blocks see the most queries; long ones first, inside groups of heads whose Q, dO and dQ
   // the L2 holds, 16 at most. More where these make less than a task for every multiprocessor: then tasks of other groups run beside them
   // anyway, and the long ones of the last would start too late.
   // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
@@ -142,11 +142,11 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // holds less of what these heads read and add. Not where blocks keep an order. PERF: predicted, with tasks that differ by 5 %, 2 %. Causal,
   // batch 2, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623; 16 heads at 16k 620 -> 644, at 12k 586 -> 599. Of
   // that, 0 to 2 % are shares which leave L2 first.
-  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kBlockN)), parts = forward.heads_k * plan.splits;
+  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
   const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
-  const int computing = multiprocessors(forward.device) - rounding;
+  const int computing = (multiprocessors(forward.device) - rounding) / Shape::kCluster;  // tasks at once
   const auto heads_of_rounds = [&](int n) { return std::max(1, n * computing / std::max(1, key_blocks)); };
   const int64_t query_heads =
       heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
@@ -172,7 +172,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   arguments.query_blocks = static_cast<int>(query_blocks), arguments.rounding_blocks = rounding;
-  arguments.task_blocks = static_cast<int>(Shape::kTakesTasks ? std::min<int64_t>(units, computing) : units);
+  arguments.task_blocks = static_cast<int>(Shape::kTakesTasks ? std::min<int64_t>(units, computing) : units * Shape::kCluster);
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
         params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream, "attention backward, sm90, preprocess");
@@ -193,9 +193,11 @@ void launch_backward(const HfFlash2BackwardParams& params) {
                                                  "attention backward, sm90, round", start);
     }
   }
-  const auto compute = params.deterministic ? launch<kInOrder, BackwardArguments> : launch<kKernel, BackwardArguments>;
+  const auto compute =
+      params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
   compute(arguments, arguments.task_blocks, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start, most_shared_bytes);
-  const int64_t share_blocks = plan.splits > 1 ? int64_t{key_blocks} * forward.heads_k * forward.batch * Shape::kShareThreadBlocks : 0;
+  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
+  const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const ConvertArguments convert{params, arguments.shares, arguments.query_blocks};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start);

@@ -2,6 +2,7 @@
 // them.
 #pragma once
 #include "device/bulk_copy.cuh"
+#include "device/cluster.cuh"
 #include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
 #include "device/semaphore.cuh"
@@ -16,17 +17,18 @@ namespace hf_flash2::sm90 {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kBarriers = 5 + 3 * kStages;
-  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes +
-                                kStages * (Shape::kQueryBytes + Shape::kDoutBytes + 2 * Shape::kRowBytes) + Shape::kWorkBytes +
-                                BackwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 5;
+  static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes +
+                                kStages * (Shape::kQueryBytes + 2 * Shape::kRowBytes) + kDoutStages * Shape::kDoutBytes +
+                                Shape::kWorkBytes + BackwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
   __device__ __forceinline__ uint32_t v() const { return k() + Shape::kKeyBytes; }
-  __device__ __forceinline__ uint32_t q(int stage) const { return v() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t peer_k() const { return v() + Shape::kValueBytes; }  // what this block needs of it
+  __device__ __forceinline__ uint32_t q(int stage) const { return peer_k() + Shape::kPeerKeyBytes + stage * Shape::kQueryBytes; }
   __device__ __forceinline__ uint32_t dout(int stage) const { return q(kStages) + stage * Shape::kDoutBytes; }
-  __device__ __forceinline__ uint32_t work() const { return dout(kStages); }
+  __device__ __forceinline__ uint32_t work() const { return dout(kDoutStages); }
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
@@ -38,8 +40,12 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
-  __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }                 // backward_wide.cuh
-  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
+  // Of backward_wide.cuh:
+  __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }
+  __device__ __forceinline__ uint32_t ds_full(int stage) const { return barrier(5 + 3 * kStages + stage); }
+  __device__ __forceinline__ uint32_t ds_empty(int stage) const { return barrier(7 + 3 * kStages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty() const { return barrier(9 + 3 * kStages); }  // where Q and dO have stages of their own
+  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }                  // where there may be gaps: clear_gaps.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
   __device__ __forceinline__ void make_barriers(int warps = 0) const {
@@ -49,6 +55,10 @@ struct BackwardShared {
       mbarrier_init(keys_full(), 1);
       mbarrier_init(keys_empty(), Shape::kConsumerThreads);
       mbarrier_init(p_empty(), 128);
+      if constexpr (Shape::kCluster > 1) {
+        for (int stage = 0; stage < 2; ++stage) mbarrier_init(ds_full(stage), 1), mbarrier_init(ds_empty(stage), Shape::kConsumers * 4);
+        mbarrier_init(dout_empty(), Shape::kConsumerThreads);
+      }
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
         mbarrier_init(dout_full(stage), 1);
@@ -58,7 +68,10 @@ struct BackwardShared {
       }
       mbarrier_init_fence();
     }
-    __syncthreads();
+    if constexpr (Shape::kCluster > 1)
+      cluster_meet();
+    else
+      __syncthreads();
   }
 };
 
@@ -74,7 +87,8 @@ __device__ __forceinline__ void clear_gradient_gaps(const BackwardArguments& arg
 // before; for its end the consumers wait through them, too.
 template <typename Shape>
 struct Loader {
-  static constexpr int kStages = Shape::kStages, kBlockM = Shape::kBlockM;
+  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBlockM = Shape::kBlockM;
+  static_assert(kDoutStages == kStages || kDoutStages == 1);
   const BackwardArguments& arguments;
   const BackwardShared<Shape>& shared;
   uint32_t step = 0, key_blocks = 0;  // loaded so far: query blocks, and key blocks that some query sees
@@ -90,9 +104,15 @@ struct Loader {
     const auto load_keys = [&] {
       const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
       if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
-      mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes);
+      mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes);
       load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head);
       load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head);
+      if constexpr (Shape::kCluster > 1) {
+        const int peer_token = task.k.start + (task.key_block ^ 1) * Shape::kBlockN;
+        for (int panel = 0; panel < Shape::kPeerPanels; ++panel)
+          tma_load(shared.peer_k() + panel * Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(),
+                   (Shape::first_peer_panel(cluster_rank()) + panel) * 64, peer_token, head, map_batch);
+      }
     };
 
     const uint32_t first_step = step;
@@ -104,16 +124,24 @@ struct Loader {
           mbarrier_wait(shared.empty(stage), released);
           mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
           load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
-          mbarrier_arrive_expect(shared.dout_full(stage), Shape::kDoutBytes + Shape::kRowBytes);
-          load_panels(shared.dout(stage), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, shared.dout_full(stage), token,
-                      head);
+          const auto load_dout = [&] {
+            const uint32_t dout_full = shared.dout_full(step % kDoutStages);
+            mbarrier_arrive_expect(dout_full, Shape::kDoutBytes + Shape::kRowBytes);
+            load_panels(shared.dout(step % kDoutStages), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, dout_full, token,
+                        head);
+          };
+          if constexpr (kDoutStages == kStages) load_dout();
           if (step == first_step) load_keys();  // PERF: a stage of the ring is free a step before K and V are
+          if constexpr (kDoutStages != kStages) {
+            mbarrier_wait(shared.dout_empty(), (step & 1) ^ 1);
+            load_dout();
+          }
           if (step == 0) {
             wait_for_kernel_before();
             bulk_global_fence();  // it wrote lse and delta by ordinary stores
           }
           bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
-          bulk_load(shared.delta(stage), rows, Shape::kRowBytes, shared.dout_full(stage));
+          bulk_load(shared.delta(step % kDoutStages), rows, Shape::kRowBytes, shared.dout_full(step % kDoutStages));
         },
         step);
     key_blocks += task.has_steps();

@@ -23,7 +23,9 @@ template <typename Shape>
 __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity = 0) {
   mbarrier_wait(shared.keys_full(), parity);
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
-  if (rows >= Shape::kBlockN) return;
+  const int peer_rows = Shape::kCluster > 1 ? task.k.length - (task.key_block ^ 1) * Shape::kBlockN : Shape::kBlockN;
+  if (rows >= Shape::kBlockN && peer_rows >= Shape::kBlockN) return;
+  if constexpr (Shape::kCluster > 1) clear_rows<Shape::kBlockN, Shape::kPeerPanels, Shape::kConsumerThreads>(shared.peer_k(), peer_rows);
   clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
   clear_rows<Shape::kBlockN, Shape::kValuePanels, Shape::kConsumerThreads>(shared.v(), rows);
   async_proxy_fence();
@@ -36,11 +38,11 @@ __device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& share
                                               int query_block) {
   const int rows = task.q.length - query_block * Shape::kBlockM;
   if (rows >= Shape::kBlockM) return;
-  const uint32_t stage = step % Shape::kStages, parity = step / Shape::kStages & 1;
-  mbarrier_wait(shared.q_full(stage), parity);
-  mbarrier_wait(shared.dout_full(stage), parity);
+  const uint32_t stage = step % Shape::kStages, dout_stage = step % Shape::kDoutStages;
+  mbarrier_wait(shared.q_full(stage), step / Shape::kStages & 1);
+  mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
   clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads, 1>(shared.q(stage), rows);
-  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads, 1>(shared.dout(stage), rows);
+  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads, 1>(shared.dout(dout_stage), rows);
   async_proxy_fence();
   consumers_meet<Shape>();
 }
@@ -75,14 +77,14 @@ __device__ __forceinline__ void issue_key_gradient(float* gradient, const uint32
   wgmma_commit();
 }
 
-// dQ [64 queries, kColumns] = dS K, of one panel of dS and the columns of K from a panel on.
-template <typename Shape, typename T, int kColumns>
+// dQ [64 queries, kColumns] = dS K, of one panel of dS and columns of a panel of K. kAdds: to what the product before left.
+template <typename Shape, typename T, int kColumns, bool kAdds = false>
 __device__ __forceinline__ void issue_query_gradient(float* dq, uint32_t ds, uint32_t keys) {
   const uint64_t a = panel_descriptor(ds), b = panel_descriptor(keys, Shape::kKeyPanelBytes);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Shape::kBlockN / 16; ++k)
-    WgmmaSharedByRows<T, kColumns>::multiply(dq, advance_descriptor(a, k * 2048), advance_descriptor(b, k * 2048), k > 0);
+    WgmmaSharedByRows<T, kColumns>::multiply(dq, advance_descriptor(a, k * 2048), advance_descriptor(b, k * 2048), kAdds || k > 0);
   wgmma_commit();
 }
 
@@ -146,6 +148,7 @@ template <typename Shape, typename T, int kTiles>
 __device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first,
                                                    const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {
   if (arguments.shares.split()) {
+    if (Shape::kCluster > 1 && task.key_block * Shape::kBlockN >= task.k.length) return;  // the share there is of another sequence
     T* share = arguments.shares.tile<Shape, T>(arguments.params.forward, task.batch, task.part, task.key_block) + first;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)

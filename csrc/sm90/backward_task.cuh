@@ -50,7 +50,8 @@ struct BackwardArguments {
   template <typename Shape>
   __device__ __forceinline__ int key_blocks_of(int batch) const {
     const HfFlash2ForwardParams& forward = params.forward;
-    return (find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length + Shape::kBlockN - 1) / Shape::kBlockN;
+    return (find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length + Shape::kTaskKeys - 1) /
+           Shape::kTaskKeys;
   }
   // How many units there are, by a warp.
   template <typename Shape>
@@ -68,10 +69,14 @@ template <int kHeadDimension, int kHeadDimensionV = kHeadDimension>
 struct BackwardSizes : BackwardTile<kHeadDimension> {
   using Tile = BackwardTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+  static constexpr int kCluster = Tile::kCluster, kTaskKeys = kBlockN * kCluster;  // blocks that have a task together, and its keys
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
   static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;
-  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;       // K, V
+  static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // K, V
+  // Of a cluster, each block computes half the columns of dQ, for all keys: it has as much as it needs of its peer's K, two panels.
+  static constexpr int kPeerPanels = kCluster > 1 ? 2 : 0, kPeerKeyBytes = kPeerPanels * kKeyPanelBytes;
+  static __device__ __forceinline__ int first_peer_panel(int rank) { return rank * (kPanels - kPeerPanels); }
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kDoutBytes = kQueryPanelBytes * kValuePanels;  // one stage of Q, of dO
   static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                         // dS, panels of 64 queries
   static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
@@ -85,9 +90,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
-  // A thread block takes one task after another, or has one. PERF: one H200, d 192/128 at 512, 1k, 4k, 8k, TFLOP/s: full 277 329 390 403 ->
-  // 307 361 417 428, causal 194 267 370 391 -> 212 293 396 410. At d 256 registers do not suffice: ptxas serialises the products (C7511).
-  static constexpr bool kTakesTasks = kHeadDim < 256;
+  // A thread block takes one task after another, or has one. PERF: with 64 keys and no cluster, d 192/128 gained 10 % at 512 and 3 % from 4k
+  // on; but both blocks of a cluster would have to take the same.
+  static constexpr bool kTakesTasks = kCluster == 1;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
@@ -106,19 +111,21 @@ struct BackwardTask {
 
   static constexpr int kBytes = 64;
 
+  // task_block: a block of kTaskKeys, of which a thread block of a cluster has the kBlockN of its rank.
   template <typename Shape>
-  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int key_block, int batch_head) {
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int task_block, int batch_head, int rank = 0) {
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
     const int parts = arguments.parts(), heads = forward.heads_q / parts;
     const int batch = batch_head / parts, part = batch_head % parts;
-    const int key_begin = key_block * Shape::kBlockN;
+    const int key_block = task_block * Shape::kCluster + rank, key_begin = key_block * Shape::kBlockN,
+              task_begin = task_block * Shape::kTaskKeys;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
     const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
     const Mask mask(forward, batch, q, k);
     const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-    const int query_block_begin = mask.query_block_begin(key_begin, Shape::kBlockM);
-    const int query_block_end = mask.query_block_end(key_begin + Shape::kBlockN, Shape::kBlockM);
+    const int query_block_begin = mask.query_block_begin(task_begin, Shape::kBlockM);
+    const int query_block_end = mask.query_block_end(task_begin + Shape::kTaskKeys, Shape::kBlockM);
     // Where the first key block at a tile of dQ stores and the others wait for that, those of one head that start together start at query
     // blocks of their own: under a causal mask, or a window, by themselves (then on = 0, or the same for all), else on the diagonal. Not in
     // deterministic mode, where a tile takes the key blocks in the order of their launch.
@@ -166,11 +173,16 @@ struct BackwardTask {
   // Deterministic mode: how many key blocks come to a tile of dQ before this one, in the order of their launch (backward_launch.cuh).
   template <typename Shape>
   __device__ __forceinline__ int turn(const HfFlash2ForwardParams& params, int query_block) const {
-    const int row_begin = query_block * Shape::kBlockM;
-    return params.window_right >= 0 ? mask.key_block_end(row_begin + Shape::kBlockM, Shape::kBlockN) - 1 - key_block
-                                    : key_block - mask.key_block_begin(row_begin, Shape::kBlockN);
+    const int row_begin = query_block * Shape::kBlockM, task_block = key_block / Shape::kCluster;
+    return params.window_right >= 0 ? mask.key_block_end(row_begin + Shape::kBlockM, Shape::kTaskKeys) - 1 - task_block
+                                    : task_block - mask.key_block_begin(row_begin, Shape::kTaskKeys);
   }
 
+  // Of a cluster, whose blocks all begin behind the sequence.
+  template <typename Shape>
+  __device__ __forceinline__ bool is_behind() const {
+    return key_block / Shape::kCluster * Shape::kTaskKeys >= k.length;
+  }
   __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
 
   // A walk over the query blocks of every query head of the task, where there are some.

@@ -1,11 +1,18 @@
 // FlashAttention-2 backward for Hopper, head dims above 128. Dao, arXiv 2307.08691, algorithm 2. Launched by backward_launch.cuh like
 // backward.cuh, and laid out like it, but for what the registers of a warpgroup can hold: dK or dV of 64 keys, not both.
 //
-// A task is 64 keys. The first warpgroup computes S and P and keeps dV, the second computes dP and dS and keeps dK. P goes to the second
-// through shared memory, thread by thread: both hold the same elements. dS goes through shared memory for dQ = dS K, of which each
-// computes some columns, a step later, and adds them to global memory from its registers. So the first is a step ahead of the second, and
-// waits for it only where it would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 ->
-// 477 442, where both had met in every step for dS.
+// A task is 128 keys, for a cluster of two thread blocks with 64 each. Of a block, the first warpgroup computes S and P and keeps dV, the second
+// computes dP and dS and keeps dK. P goes to the second through shared memory, thread by thread: both hold the same elements. dS goes through
+// shared memory, and to the peer, for dQ = dS K: each block computes half its columns, for the keys of both, each warpgroup some of them, a
+// step later, and adds them to global memory from its registers. So the first is a step ahead of the second, and waits for it only where it
+// would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 -> 477 442, where both had met in
+// every step for dS.
+// PERF: what blocks add to dQ, in fp32, is what limits them: without these additions, d 256 full at 4k ran at 618 in place of 418. A block of
+// its own, with 64 keys, adds D columns a step, in a cluster half of that. One H100, 512, 1k, 4k, 16k, TFLOP/s: d 256 full 252 337 418 445 ->
+// 280 391 503 535, causal 157 244 391 445 -> 165 276 454 530; d 192 full 257 339 415 446 -> 273 381 471 500, causal 160 249 391 440 -> 160 267
+// 425 496; 192/128 at 4k, 16k full 384 410 -> 464 490, causal 355 401 -> 406 467. Of that, P in fp16 is 1 to 8 %.
+// Tried and left: Q and dO by multicast, half the rows loaded by each block for both: d 256 1 to 2 % faster from 4k on, 1 % slower before, d 192
+// 0 to 1 % slower.
 // Tried and left: at d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
 #pragma once
 #include "device/reduce_add.cuh"
@@ -18,11 +25,15 @@ template <int kHeadDim, int kHeadDimV = kHeadDim>
 struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   using Sizes = BackwardSizes<kHeadDim, kHeadDimV>;
   static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
-  static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 4,
-                       kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kPBytes;  // dS, then P
+  static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 2;
+  static constexpr int kWorkBytes = 2 * Sizes::kStages * Sizes::kScoreBytes + kPBytes;  // dS of both blocks, then P
   static constexpr bool kDeterministic = false;
-  // Of dQ, by consumer.
-  static constexpr int kFirstColumn[2] = {0, 128}, kColumns[2] = {128, Sizes::kDqColumns - 128};
+  // Columns of dQ that a consumer computes, and the first of them.
+  static constexpr int kColumns[2] = {64, Sizes::kDqColumns / 2 - 64};
+  template <int kConsumer>
+  static __device__ __forceinline__ int first_column(int rank) {
+    return kConsumer == 0 ? rank * 128 : 64 + rank * (Sizes::kDqColumns == 256 ? 128 : 32);
+  }
 };
 
 // Deterministic mode, a kernel of its own: the key blocks add to a tile of dQ one after the other, each consumer on its own.
@@ -31,21 +42,26 @@ struct InOrder : Shape {
   static constexpr bool kDeterministic = true;
 };
 
+// dS, of the keys of this block or, with `peers`, of its peer's.
 template <typename Shape>
-__device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& shared, int stage) {
-  return shared.work() + stage * Shape::kScoreBytes;
+__device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& shared, int stage, int peers = 0) {
+  return shared.work() + (stage * 2 + peers) * Shape::kScoreBytes;
 }
-// Elements of this thread in tile n of P, in fp32.
+// P goes to the second consumer in fp16, times 2^12: to 2^-26 it has 11 bits, and 16 is the largest there is. dV is of the same multiple.
+// PERF: against fp32, one H100, at 1k, 4k, 16k, TFLOP/s: d 256 full 381 472 495 -> 391 503 535, causal 273 430 491 -> 276 454 530, d 192/128
+// full at 4k, 16k 449 464 -> 464 490, causal 393 450 -> 406 467. In fp16 the errors of dQ and dK are 1.2 times as large, in bf16 as before.
+constexpr int kPExponent = 12;
+constexpr float kOneOfP = 1.f / (1 << kPExponent);
+// Elements of this thread in tiles 2n and 2n + 1 of P.
 template <typename Shape>
 __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
-  return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
+  return wide_ds_buffer(shared, Shape::kStages, 0) + (n * 128 + threadIdx.x % 128) * 16;
 }
 
 // Named barriers: the first consumer has written P; the second has written dS to a buffer, and all of it is there for itself; a consumer's
 // turn has come, and it has added. That P has been read is said by an mbarrier: compute-sanitizer cannot follow a named one that readers
 // arrive at, not even in the example of the PTX ISA ("bar"), and it is not faster.
 constexpr int kPFull = 2, kDsHere = 3;
-__device__ __forceinline__ int wide_ds_full(int stage) { return 4 + stage; }
 __device__ __forceinline__ int turn_has_come(int consumer) { return 6 + consumer; }
 __device__ __forceinline__ int has_added(int consumer) { return 8 + consumer; }
 constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps its order
@@ -66,7 +82,9 @@ __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params,
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const bool elected = threadIdx.x % 32 == 0;
   BackwardTask::Step at = task.first();
-  const auto semaphore = [&] { return workspace.semaphore(task.first_tile + at.head * task.head_tiles + at.query_block, consumer); };
+  const auto semaphore = [&] {
+    return workspace.semaphore(task.first_tile + at.head * task.head_tiles + at.query_block, cluster_rank() * 2 + consumer);
+  };
   const auto turn = [&] { return task.template turn<Shape>(params.forward, at.query_block); };
   const auto let_add = [&] {
     __syncwarp();
@@ -92,13 +110,15 @@ __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params,
 template <typename Shape, typename T, int kConsumer>
 __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] / 8][4], const BackwardShared<Shape>& shared,
                                          uint32_t step) {
-  const int stage = step % Shape::kStages;
-  if constexpr (kConsumer == 0)
-    named_barrier_sync(wide_ds_full(stage), Shape::kConsumerThreads);
-  else
-    named_barrier_sync(kDsHere, 128);
-  issue_query_gradient<Shape, T, Shape::kColumns[kConsumer]>(
-      &dq[0][0], wide_ds_buffer(shared, stage), hidden(shared.k()) + Shape::kFirstColumn[kConsumer] / 64 * Shape::kKeyPanelBytes);
+  constexpr int kColumns = Shape::kColumns[kConsumer];
+  const int stage = step % Shape::kStages, rank = cluster_rank(), column = Shape::template first_column<kConsumer>(rank);
+  const uint32_t of_panel = column % 64 * 2;
+  mbarrier_wait(shared.ds_full(stage), step / Shape::kStages & 1);
+  issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
+                                           hidden(shared.k()) + column / 64 * Shape::kKeyPanelBytes + of_panel);
+  issue_query_gradient<Shape, T, kColumns, true>(
+      &dq[0][0], wide_ds_buffer(shared, stage, 1),
+      hidden(shared.peer_k()) + (column / 64 - Shape::first_peer_panel(rank)) * Shape::kKeyPanelBytes + of_panel);
 }
 
 // Waits for them and adds them to global memory.
@@ -106,15 +126,16 @@ __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] 
 // address of each depends on products behind those of the one before, some ten cycles. One H200, d 256 full at 1k, 4k, 16k: 357 439 442 ->
 // 369 476 451 TFLOP/s; half and twice as far apart 464 and 475 at 4k, four times 461; nanosleep in place of the products 460 (where 486).
 template <typename Shape, int kConsumer>
-__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, float (&dq)[Shape::kColumns[kConsumer] / 8][4], int tile,
-                                       bool first) {
+__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
+                                       float (&dq)[Shape::kColumns[kConsumer] / 8][4], uint32_t step, int tile, bool first) {
   constexpr int kTiles = Shape::kColumns[kConsumer] / 8;
   wgmma_wait<0>();
   wgmma_use<kTiles * 4>(&dq[0][0]);
+  if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(peer_address(shared.ds_empty(step % Shape::kStages)));
   if constexpr (Shape::kDeterministic) named_barrier_sync(turn_has_come(kConsumer), kTurnThreads);
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) + Shape::kFirstColumn[kConsumer] * 64 +
-                   threadIdx.x % 128 / 32 * (32 * 4);
+  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) +
+                   Shape::template first_column<kConsumer>(cluster_rank()) * 64 + threadIdx.x % 128 / 32 * (32 * 4);
   uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & threadIdx.y;  // blocks have one row of threads, which the compiler does not know
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -133,15 +154,17 @@ __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, flo
 template <typename Shape, typename T, int kConsumer, bool kFirst>
 __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, uint32_t step,
                                             int last_tile, bool first) {
+  // Where Q and dO have stages of their own, who is done with one of them has said so.
+  const uint32_t done = Shape::kDoutStages == Shape::kStages || kConsumer == 1 ? shared.empty(step % Shape::kStages) : shared.dout_empty();
   if constexpr (kFirst) {
     wgmma_wait<0>();
-    mbarrier_arrive(shared.empty(step % Shape::kStages));
+    mbarrier_arrive(done);
   } else {
     float dq[Shape::kColumns[kConsumer] / 8][4];
     issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
-    wgmma_wait<1>();
-    mbarrier_arrive(shared.empty(step % Shape::kStages));
-    add_dq<Shape, kConsumer>(params, dq, last_tile, first);
+    wgmma_wait<2>();
+    mbarrier_arrive(done);
+    add_dq<Shape, kConsumer>(params, shared, dq, step - 1, last_tile, first);
   }
 }
 
@@ -166,7 +189,7 @@ __device__ __forceinline__ uint32_t for_each_wide_step(const HfFlash2BackwardPar
   while (task.advance(at)) advance(std::false_type{});
   float dq[Shape::kColumns[kConsumer] / 8][4];
   issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
-  add_dq<Shape, kConsumer>(params, dq, last_tile, first);
+  add_dq<Shape, kConsumer>(params, shared, dq, step - 1, last_tile, first);
   mbarrier_arrive(shared.keys_empty());
   return step;
 }
@@ -184,25 +207,35 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
   const uint32_t next_step = for_each_wide_step<Shape, T, 0>(params, shared, task, first_step, [&](uint32_t step, int query_block) {
-    const uint32_t stage = step % kStages, parity = step / kStages & 1;
+    const uint32_t stage = step % kStages, dout_stage = step % Shape::kDoutStages;
     float p[kBlockM / 8][4];
-    uint32_t p_rounded[kBlockM / 4];
-    mbarrier_wait(shared.q_full(stage), parity);
-    const RowValues<kBlockM / 8> lse_log2(shared.lse_log2(stage));  // PERF: before the product, which keeps shared memory busy
+    uint32_t p_half[kBlockM / 4], p_rounded[kBlockM / 4];
+    mbarrier_wait(shared.q_full(stage), step / kStages & 1);
+    RowValues<kBlockM / 8> lse_log2(shared.lse_log2(stage));  // PERF: before the product, which keeps shared memory busy
     issue_scores<Shape, T>(&p[0][0], hidden(shared.k()), shared.q(stage));
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
+    if constexpr (Shape::kDoutStages != kStages) mbarrier_arrive(shared.empty(stage));
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
+#pragma unroll
+    for (float2& rows : lse_log2.rows) rows.x -= kPExponent, rows.y -= kPExponent;
     exponentiate(p, lse_log2, scale_log2);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 4; ++i) p_half[i] = pack_half_finite((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
     mbarrier_wait(shared.p_empty(), (step & 1) ^ 1);
 #pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n) store_shared(wide_p_buffer(shared, n), p[n]);
+    for (int n = 0; n < kBlockM / 16; ++n)
+      store_shared(wide_p_buffer(shared, n), make_uint4(p_half[n * 4], p_half[n * 4 + 1], p_half[n * 4 + 2], p_half[n * 4 + 3]));
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
-    round_tiles<T, kBlockM / 8>(p_rounded, p);
-    mbarrier_wait(shared.dout_full(stage), parity);
-    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(stage));
+#pragma unroll
+    for (int i = 0; i < kBlockM / 4; ++i)
+      p_rounded[i] = std::is_same_v<T, __half> ? p_half[i] : pack<T>((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
+    mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
+    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(dout_stage));
   });
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
+#pragma unroll
+  for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] *= kOneOfP;
   store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kHeadDim, dv, task, lane.key, params.forward.head_dim_v);
   return next_step;
 }
@@ -213,30 +246,49 @@ __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& argume
                                                  const BackwardTask& task, uint32_t first_step) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
+  const bool sends = warp_index() % 4 == 0;
   float dk[kHeadDim / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
   const uint32_t next_step = for_each_wide_step<Shape, T, 1>(params, shared, task, first_step, [&](uint32_t step, int) {
-    const uint32_t stage = step % kStages, parity = step / kStages & 1;
+    const uint32_t stage = step % kStages, parity = step / kStages & 1, dout_stage = step % Shape::kDoutStages;
     float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
-    mbarrier_wait(shared.dout_full(stage), parity);
-    issue_scores<Shape, T, Shape::kHeadDimV>(&ds[0][0], hidden(shared.v()), shared.dout(stage));
+    mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
+    issue_scores<Shape, T, Shape::kHeadDimV>(&ds[0][0], hidden(shared.v()), shared.dout(dout_stage));
     named_barrier_sync(kPFull, Shape::kConsumerThreads);
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&ds[0][0]);
 #pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n) {  // P a tile at a time: beside dK and dP all of it would spill
-      const uint4 x = load_shared_uint4(wide_p_buffer(shared, n));
-      const float p[1][4] = {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
-      differentiate(ds + n, p, RowValues<1>(shared.delta(stage) + n * 32));
+    for (int n = 0; n < kBlockM / 8; n += 2) {  // P two tiles at a time: beside dK and dP all of it would spill
+      const uint4 x = load_shared_uint4(wide_p_buffer(shared, n / 2));
+      const uint32_t p_half[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 delta = RowValues<1>(shared.delta(dout_stage) + (n + i) * 32).rows[0];
+        const float minus_delta[2] = {-kOneOfP * delta.x, -kOneOfP * delta.y};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 p = unpack<__half>(p_half[i * 2 + half]);
+          float* const pair = ds[n + i] + half * 2;
+          pair[0] = p.x * fmaf(pair[0], kOneOfP, minus_delta[0]);
+          pair[1] = p.y * fmaf(pair[1], kOneOfP, minus_delta[1]);
+        }
+      }
     }
     mbarrier_arrive(shared.p_empty());
+    if constexpr (Shape::kDoutStages != kStages) mbarrier_arrive(shared.dout_empty());
     round_tiles<T, kBlockM / 8>(ds_rounded, ds);
-    // Two buffers of dS: the first had multiplied with this one before it wrote this P.
-    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(wide_ds_buffer(shared, stage), ds_rounded);
-    named_barrier_arrive(wide_ds_full(stage), Shape::kConsumerThreads);
+    // Two buffers of dS: the first had multiplied with this one before it wrote this P. The peer has now, both with its copy and with its own.
+    mbarrier_wait(shared.ds_empty(stage), parity ^ 1);
+    const uint32_t ds_buffer = wide_ds_buffer(shared, stage);
+    store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer, ds_rounded);
+    named_barrier_sync(kDsHere, 128);
+    if (sends && elect_one()) {
+      mbarrier_arrive_expect(shared.ds_full(stage), Shape::kScoreBytes);
+      bulk_copy_to_peer(peer_address(wide_ds_buffer(shared, stage, 1)), ds_buffer, Shape::kScoreBytes, peer_address(shared.ds_full(stage)));
+    }
     mbarrier_wait(shared.q_full(stage), parity);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
   });
@@ -253,59 +305,41 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   const int warp = warp_index() - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
-  const bool keeps_order = Shape::kDeterministic && (warp == 1 || warp == 2);
-  const auto compute = [&](const BackwardTask& task, uint32_t step, uint32_t keys_parity) {
-    if (task.has_steps()) wait_for_keys(shared, task, keys_parity);
-    return warpgroup_index() == 0 ? compute_values<Shape, T>(arguments, shared, task, step)
-                                  : compute_keys<Shape, T>(arguments, shared, task, step);
-  };
   let_next_kernel_begin();
 
-  if constexpr (Shape::kTakesTasks) {
-    shared.make_barriers(Shape::kDeterministic ? Shape::kConsumers : 0);
-    if (threadIdx.x >= Shape::kConsumerThreads) {
-      give_registers<Shape::kLoaderRegisters>();
-      if (warp == 0) {
-        if (elect_one()) load_tasks<Shape>(arguments, shared);
-      } else if (keeps_order) {
-        wait_for_kernel_before();  // it clears the semaphores
-        for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
-      } else if (warp == 3) {
-        clear_gradient_gaps(arguments, shared);
-      }
-    } else {
-      take_registers<Shape::kConsumerRegisters>();
-      uint32_t step = 0, key_blocks = 0;
-      for_each_task(arguments, shared, [&](const BackwardTask& task) {
-        step = compute(task, step, key_blocks & 1);
-        key_blocks += task.has_steps();
-      });
+  // PERF: by each role for itself; found before they part, what a task says is spilled for the loader, which has few registers.
+  const auto make_task = [&] {
+    int task_block, batch_head;
+    arguments.scheduler.tile(hidden(blockIdx.x / Shape::kCluster), 0, task_block, batch_head);
+    return BackwardTask::make<Shape>(arguments, task_block, batch_head, cluster_rank());
+  };
+  if (make_task().template is_behind<Shape>()) {  // so it is for both blocks of the cluster
+    if (warp == 3) clear_gradient_gaps(arguments, shared);
+    return wait_for_kernel_before();
+  }
+  shared.make_barriers();
+  if (threadIdx.x >= Shape::kConsumerThreads) {
+    give_registers<Shape::kLoaderRegisters>();
+    if (warp == 0) {
+      const BackwardTask task = make_task();
+      if (!task.has_steps()) wait_for_kernel_before();
+      if (elect_one()) Loader<Shape>{arguments, shared}.load(task);
+    } else if (Shape::kDeterministic && (warp == 1 || warp == 2)) {
+      wait_for_kernel_before();  // it clears the semaphores
+      keep_order<Shape>(arguments.params, make_task(), warp - 1);
+    } else if (warp == 3) {
+      clear_gradient_gaps(arguments, shared);
     }
   } else {
-    int key_block, batch_head;
-    arguments.scheduler.tile(blockIdx.x, 0, key_block, batch_head);
-    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head);
-    if (task.key_block * Shape::kBlockN >= task.k.length) {
-      if (warp == 3) clear_gradient_gaps(arguments, shared);
-      return wait_for_kernel_before();
-    }
-    shared.make_barriers();
-    if (threadIdx.x >= Shape::kConsumerThreads) {
-      give_registers<Shape::kLoaderRegisters>();
-      if (warp == 0) {
-        if (!task.has_steps()) wait_for_kernel_before();
-        if (elect_one()) Loader<Shape>{arguments, shared}.load(task);
-      } else if (keeps_order) {
-        wait_for_kernel_before();
-        keep_order<Shape>(arguments.params, task, warp - 1);
-      } else if (warp == 3) {
-        clear_gradient_gaps(arguments, shared);
-      }
-    } else {
-      take_registers<Shape::kConsumerRegisters>();
-      compute(task, 0, 0);
-    }
+    take_registers<Shape::kConsumerRegisters>();
+    const BackwardTask task = make_task();
+    if (task.has_steps()) wait_for_keys(shared, task);
+    if (warpgroup_index() == 0)
+      compute_values<Shape, T>(arguments, shared, task, 0);
+    else
+      compute_keys<Shape, T>(arguments, shared, task, 0);
   }
+  cluster_meet();  // the peer may still say that it is done with what came from here
 }
 
 }  // namespace hf_flash2::sm90
