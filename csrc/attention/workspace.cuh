@@ -9,14 +9,13 @@ struct Workspace {
   static constexpr int kSemaphores = 4;          // of a tile
   static constexpr int kMostRoundingWarps = 96;  // of thread blocks that round dQ beside the backward: sm90/rounding.cuh
 
-  float* delta;  // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
-  float* dq;     // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
-  int32_t*
-      semaphores;  // [kSemaphores, H, blocks]: who may write to a block of dq, or to parts of it, when; see preprocess.cuh and the kernels
-  int32_t* rounded;    // [kMostRoundingWarps]: how far each has come
-  int32_t* next_unit;  // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
-  int64_t blocks;      // query blocks of one head, over all sequences
-  int64_t tiles;       // of all heads
+  float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
+  float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
+  int32_t* semaphores;  // [kSemaphores, H, blocks]: who may write to a block of dq, or to a part of it, when; see preprocess.cuh
+  int32_t* rounded;     // [kMostRoundingWarps]: how far each has come
+  int32_t* next_unit;   // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
+  int64_t blocks;       // query blocks of one head, over all sequences
+  int64_t tiles;        // of all heads
 
   __host__ __device__ static int64_t query_blocks(const HfFlash2ForwardParams& params, int block_m) {
     if (params.sequences_q.cu_seqlens != nullptr) return params.total_q / block_m + params.batch;

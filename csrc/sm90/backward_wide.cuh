@@ -12,7 +12,8 @@
 // 280 391 503 535, causal 157 244 391 445 -> 165 276 454 530; d 192 full 257 339 415 446 -> 273 381 471 500, causal 160 249 391 440 -> 160 267
 // 425 496; 192/128 at 4k, 16k full 384 410 -> 464 490, causal 355 401 -> 406 467. Of that, P in fp16 is 1 to 8 %.
 // Tried and left: Q and dO by multicast, half the rows loaded by each block for both: d 256 1 to 2 % faster from 4k on, 1 % slower before, d 192
-// 0 to 1 % slower.
+// 0 to 1 % slower. Clusters that take one task after another, in a fixed order (40 registers for the loader, 232 for consumers): full at 512, 1k 5
+// to 8 % faster, from 4k on 1 to 4 % slower, causal 5 to 40 % slower, as that order does not balance.
 // Tried and left: at d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
 #pragma once
 #include "device/reduce_add.cuh"
@@ -168,12 +169,12 @@ __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params
   }
 }
 
-// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, counted from `step` on, and finishes
-// each. Returns the one behind the last.
+// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, and finishes each.
 template <typename Shape, typename T, int kConsumer, typename F>
-__device__ __forceinline__ uint32_t for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
-                                                       const BackwardTask& task, uint32_t step, const F& f) {
-  if (!task.has_steps()) return step;
+__device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
+                                                   const BackwardTask& task, const F& f) {
+  if (!task.has_steps()) return;
+  uint32_t step = 0;
   BackwardTask::Step at = task.first();
   int last_tile = 0;
   bool first = false;  // deterministic mode: it was the first key block there
@@ -190,14 +191,12 @@ __device__ __forceinline__ uint32_t for_each_wide_step(const HfFlash2BackwardPar
   float dq[Shape::kColumns[kConsumer] / 8][4];
   issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
   add_dq<Shape, kConsumer>(params, shared, dq, step - 1, last_tile, first);
-  mbarrier_arrive(shared.keys_empty());
-  return step;
 }
 
 // The first consumer: P and dV.
 template <typename Shape, typename T>
-__device__ __forceinline__ uint32_t compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                                   const BackwardTask& task, uint32_t first_step) {
+__device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                               const BackwardTask& task) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
@@ -206,7 +205,7 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  const uint32_t next_step = for_each_wide_step<Shape, T, 0>(params, shared, task, first_step, [&](uint32_t step, int query_block) {
+  for_each_wide_step<Shape, T, 0>(params, shared, task, [&](uint32_t step, int query_block) {
     const uint32_t stage = step % kStages, dout_stage = step % Shape::kDoutStages;
     float p[kBlockM / 8][4];
     uint32_t p_half[kBlockM / 4], p_rounded[kBlockM / 4];
@@ -237,13 +236,12 @@ __device__ __forceinline__ uint32_t compute_values(const BackwardArguments& argu
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] *= kOneOfP;
   store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kHeadDim, dv, task, lane.key, params.forward.head_dim_v);
-  return next_step;
 }
 
 // The second consumer: dS and dK.
 template <typename Shape, typename T>
-__device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                                 const BackwardTask& task, uint32_t first_step) {
+__device__ __forceinline__ void compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                             const BackwardTask& task) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const bool sends = warp_index() % 4 == 0;
@@ -251,7 +249,7 @@ __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& argume
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  const uint32_t next_step = for_each_wide_step<Shape, T, 1>(params, shared, task, first_step, [&](uint32_t step, int) {
+  for_each_wide_step<Shape, T, 1>(params, shared, task, [&](uint32_t step, int) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1, dout_stage = step % Shape::kDoutStages;
     float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
@@ -297,7 +295,6 @@ __device__ __forceinline__ uint32_t compute_keys(const BackwardArguments& argume
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   store_key_gradient<Shape, T>(arguments, params.dk, 0, dk, task, lane.key, params.forward.head_dim);
-  return next_step;
 }
 
 template <typename Shape, typename T>
@@ -335,9 +332,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
     const BackwardTask task = make_task();
     if (task.has_steps()) wait_for_keys(shared, task);
     if (warpgroup_index() == 0)
-      compute_values<Shape, T>(arguments, shared, task, 0);
+      compute_values<Shape, T>(arguments, shared, task);
     else
-      compute_keys<Shape, T>(arguments, shared, task, 0);
+      compute_keys<Shape, T>(arguments, shared, task);
   }
   cluster_meet();  // the peer may still say that it is done with what came from here
 }
