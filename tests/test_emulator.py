@@ -38,13 +38,18 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build.build_file(build.HERE / "faults.cu")))
-    library.run_with_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    library.run_with_fault.restype = ctypes.c_char_p
+def load(source: str, function: str, *arguments: type) -> ctypes.CDLL:
+    """The library of a source beside the emulator's, whose function runs its kernel with a fault."""
+    library = ctypes.CDLL(str(build.build_file(build.HERE / source)))
+    run = getattr(library, function)
+    run.argtypes, run.restype = [ctypes.c_int, *arguments], ctypes.c_char_p
     library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
     return library
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return load("faults.cu", "run_with_fault", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 @pytest.mark.parametrize("seed", (0, 1, 2))
@@ -81,11 +86,7 @@ CLUSTER_FAULTS = {
 
 @pytest.fixture(scope="module")
 def cluster_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build.build_file(build.HERE / "cluster_faults.cu")))
-    library.run_cluster_with_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
-    library.run_cluster_with_fault.restype = ctypes.c_char_p
-    library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
-    return library
+    return load("cluster_faults.cu", "run_cluster_with_fault", ctypes.c_void_p, ctypes.c_int)
 
 
 @pytest.mark.parametrize("seed", (0, 1, 2))

@@ -119,8 +119,8 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   arguments.params = params;
 
   // A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries; long ones first, inside
-  // groups of heads whose Q, dO and dQ the L2 holds, 16 at most. More where these make less than a task for every multiprocessor: then tasks of other groups run beside them
-  // anyway, and the long ones of the last would start too late.
+  // groups of heads whose Q, dO and dQ the L2 holds, 16 at most. More where these make less than a task for every multiprocessor: then tasks
+  // of other groups run beside them anyway, and the long ones of the last would start too late.
   // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
   // -> 442 491 524, d 128 511 556 574 -> 515 561 579, d 192/128 436 446 460 -> 459 488 499, d 256 at 8k, 16k 384 422 -> 403 433.
   // One head, to d 128, where all have as many key blocks, and these make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k,

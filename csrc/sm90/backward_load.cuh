@@ -97,9 +97,10 @@ struct Loader {
     const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
     const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
     const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
-                                 int head) {
+                                 int head, int first = 0) {
 #pragma unroll
-      for (int panel = 0; panel < panels; ++panel) tma_load(tile + panel * panel_bytes, map, full, panel * 64, token, head, map_batch);
+      for (int panel = 0; panel < panels; ++panel)
+        tma_load(tile + panel * panel_bytes, map, full, (first + panel) * 64, token, head, map_batch);
     };
     const auto load_keys = [&] {
       const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
@@ -109,9 +110,8 @@ struct Loader {
       load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head);
       if constexpr (Shape::kCluster > 1) {
         const int peer_token = task.k.start + (task.key_block ^ 1) * Shape::kBlockN;
-        for (int panel = 0; panel < Shape::kPeerPanels; ++panel)
-          tma_load(shared.peer_k() + panel * Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(),
-                   (Shape::first_peer_panel(cluster_rank()) + panel) * 64, peer_token, head, map_batch);
+        load_panels(shared.peer_k(), Shape::kPeerPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), peer_token, head,
+                    Shape::first_peer_panel(cluster_rank()));
       }
     };
 

@@ -56,7 +56,7 @@ constexpr float kOneOfP = 1.f / (1 << kPExponent);
 // Elements of this thread in tiles 2n and 2n + 1 of P.
 template <typename Shape>
 __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
-  return wide_ds_buffer(shared, Shape::kStages, 0) + (n * 128 + threadIdx.x % 128) * 16;
+  return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
 }
 
 // Named barriers: the first consumer has written P; the second has written dS to a buffer, and all of it is there for itself; a consumer's
@@ -226,11 +226,9 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     for (int n = 0; n < kBlockM / 16; ++n)
       store_shared(wide_p_buffer(shared, n), make_uint4(p_half[n * 4], p_half[n * 4 + 1], p_half[n * 4 + 2], p_half[n * 4 + 3]));
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
-#pragma unroll
-    for (int i = 0; i < kBlockM / 4; ++i)
-      p_rounded[i] = std::is_same_v<T, __half> ? p_half[i] : pack<T>((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
+    if constexpr (!std::is_same_v<T, __half>) round_tiles<T, kBlockM / 8>(p_rounded, p);
     mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
-    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], p_rounded, shared.dout(dout_stage));
+    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], std::is_same_v<T, __half> ? p_half : p_rounded, shared.dout(dout_stage));
   });
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
 #pragma unroll
