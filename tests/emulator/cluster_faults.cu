@@ -1,6 +1,7 @@
 // A cluster of two blocks that send each other a row in every round, right or wrong in one way: as faults.cu, for tests/test_emulator.py.
 #include <cuda_runtime.h>
 
+#include "device/bulk_copy.cuh"
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/shared_memory.cuh"
@@ -19,8 +20,11 @@ enum Fault {
   kNothingSent,     // by the first block
   kTooFewBytes,     // a row that is no multiple of 16 bytes
   kOrdinaryAccess,  // to an address of the peer
-  kNoMeeting,       // at the end: the first block says that it has read the last row when the other has ended
+  kNoMeeting,       // at the end: the blocks know that all rows have been read, then the first arrives once more
   kNoArrival,       // a thread waits at the barrier of the cluster and has not arrived
+  kUnheard,         // the first block writes its row anew when the copy may well have been made, but nobody has told it
+  kUnmetEnd,        // the blocks do not meet at the end
+  kUnmetBegin,      // or at the beginning
   kFaults
 };
 
@@ -29,22 +33,35 @@ struct Arguments {
   Fault fault;
 };
 
-constexpr int kThreads = 64, kRounds = 3, kRowBytes = kThreads * 4, kSharedBytes = 2 * kRowBytes + 16;
+constexpr int kThreads = 64, kRounds = 3, kRowBytes = kThreads * 4, kSharedBytes = 2 * kRowBytes + 48;
 
 __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const Fault fault = arguments.fault;
   const int thread = threadIdx.x, rank = cluster_rank();
-  const uint32_t mine = shared_address(memory), received = mine + kRowBytes, full = received + kRowBytes, empty = full + 8;
+  const uint32_t mine = shared_address(memory), received = mine + kRowBytes, full = received + kRowBytes, empty = full + 8,
+                 spent = empty + 8, scratch = full + 32;
   if (thread == 0) {
     mbarrier_init(full, 1);
     mbarrier_init(empty, 1);
+    mbarrier_init(spent, 1);
     mbarrier_init_fence();
   }
   if (fault == kNoArrival) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-  cluster_meet();
+  if (fault == kUnmetBegin)
+    __syncthreads();
+  else
+    cluster_meet();
   for (int round = 0; round < kRounds; ++round) {
-    if (round > 0 && fault != kNoEmptyWait) mbarrier_wait(empty, (round - 1) & 1);
+    if (round > 0 && fault == kUnheard && rank == 0) {  // spends time in which others can go on
+      if (thread == 0) {
+        mbarrier_arrive_expect(spent, 16);
+        bulk_load(scratch, arguments.out, 16, spent);
+      }
+      mbarrier_wait(spent, (round - 1) & 1);
+    } else if (round > 0 && fault != kNoEmptyWait) {
+      mbarrier_wait(empty, (round - 1) & 1);
+    }
     const uint32_t own = fault == kOrdinaryAccess ? peer_address(mine) : mine;
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + thread * 4), "f"(float(round * 1000 + rank * 100 + thread)) : "memory");
     if (fault != kNoProxyFence) async_proxy_fence();
@@ -59,10 +76,11 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constan
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(received + thread * 4) : "memory");
     arguments.out[(round * 2 + rank) * kThreads + thread] = x;
     __syncthreads();
-    if (fault == kNoMeeting && rank == 0 && round == kRounds - 1) mbarrier_wait(empty, round & 1);
     if (thread == 0) peer_mbarrier_arrive(peer_address(empty));
   }
-  if (fault != kNoMeeting) cluster_meet();
+  if (fault == kNoMeeting) mbarrier_wait(empty, (kRounds - 1) & 1);
+  if (fault == kNoMeeting && rank == 0 && thread == 0) peer_mbarrier_arrive(peer_address(empty));
+  if (fault != kNoMeeting && fault != kUnmetEnd) cluster_meet();
 }
 
 }  // namespace

@@ -67,14 +67,6 @@ void complete_cluster_barrier(Block& block) {
   for (Block* each : {&block, block.peer}) wake(*each, Wait::kCluster, 0);
 }
 
-// At the end of a block.
-void check_copies_between_peers(const Block& block) {
-  for (const Copy& copy : block.loads)
-    if (copy.kind == Copy::kFromPeer) fail("the block ends before a copy of its peer has arrived");
-  for (const Copy& copy : block.peer->loads)
-    if (copy.kind == Copy::kFromPeer) fail("the block ends before its copy to the peer has been read");
-}
-
 void thread_main() {
   // Kernels take their one argument by reference (translate.py), whatever its type.
   reinterpret_cast<void (*)(void*)>(const_cast<void*>(machine.kernel))(machine.arguments[0]);
@@ -87,7 +79,7 @@ void thread_main() {
   if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
   if (fiber.block->live == 0) {
     check_kernel_before("the end of the block");
-    if (fiber.block->peer != nullptr) check_copies_between_peers(*fiber.block);
+    check_visits(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
       if (barrier.arrived > 0) fail("the block ends with %d of %d arrivals at barrier %d", barrier.arrived, barrier.threads, id);
@@ -118,6 +110,8 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   block.loads.clear();
   block.peer = nullptr;
   block.cluster = {};
+  block.copies_to_peer = 0;
+  block.visits = {};
   block.dynamic_bytes = dynamic_bytes;
   reset_shared_memory(block);
   for (int i = 0; i < threads; ++i) {
@@ -477,6 +471,7 @@ void mbarrier_init(uint32_t address, uint32_t count) {
   Mbarrier& barrier = mbarrier_at(*self().block, address, true);
   barrier.mark = Mbarrier::kMark, barrier.phase = 0, barrier.count = barrier.pending = count;
   barrier.set_bytes(0);
+  self().block->mbarriers[address].initialised = now();
 }
 
 void mbarrier_expect(uint32_t address, uint32_t bytes) {
@@ -512,7 +507,21 @@ Block& peer_of(uint32_t mapped_address) {
   return peer;
 }
 
-void peer_mbarrier_arrive(uint32_t mapped_address) { arrive(peer_of(mapped_address), unmapped(mapped_address)); }
+Block& peer_of_mbarrier(uint32_t mapped_address) {
+  Block& peer = peer_of(mapped_address);
+  const uint32_t address = unmapped(mapped_address);
+  mbarrier_at(peer, address);
+  const Moment initialised = peer.mbarriers[address].initialised;
+  if (!is_known(initialised))
+    fail("a race: mbarrier at 0x%x of the peer, which %s initialised, with no barrier between", address, name_of(initialised.slot).c_str());
+  return peer;
+}
+
+void peer_mbarrier_arrive(uint32_t mapped_address) {
+  Block& peer = peer_of_mbarrier(mapped_address);
+  note_visit(peer, now());
+  arrive(peer, unmapped(mapped_address));
+}
 
 void cluster_arrive() {
   Fiber& fiber = self();
@@ -548,8 +557,9 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
 void mbarrier_complete_bytes(Block& block, const Copy& copy) {
   Mbarrier& barrier = mbarrier_at(block, copy.mbarrier);
   barrier.set_bytes(barrier.bytes() - static_cast<int>(copy.bytes));
-  uint32_t& told = block.mbarriers[copy.mbarrier].told[copy.warp];
-  told = std::max(told, copy.time);
+  Clock& told = block.mbarriers[copy.mbarrier].told;
+  told[copy.moment.slot] = std::max(told[copy.moment.slot], copy.moment.time);
+  if (copy.told != nullptr) join(told, *copy.told);
   complete_if_done(block, barrier, copy.mbarrier);
 }
 

@@ -10,11 +10,12 @@
 //   without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half
 //   full - more arrivals than a barrier expects - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early
 //   before one of the block's threads has waited for the kernel before, and the end of a block without that wait (tensor copies and plain
-//   loads may come earlier: of inputs) - in clusters of two blocks, copies and arrivals that reach a peer which has ended.
-// Warps of the second block of a cluster are counted from 16 on. Whoever writes what a copy to the peer reads is told so only while that copy
-// is on its way, which lasts until nobody else can go on.
+//   loads may come earlier: of inputs) - in clusters of two blocks, copies and arrivals that reach a peer which has ended
+//   or, as far as barriers tell, may have; mbarriers of the peer that no barrier says are initialised.
+// Warps of the second block of a cluster are counted from 16 on.
 // Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, larger clusters, operations of
-// part of a warp, wgmma operands without swizzle, time.
+// part of a warp, wgmma operands without swizzle, time. What one block of a cluster tells the other through global memory is not known to the
+// other's check for races.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>

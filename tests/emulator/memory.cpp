@@ -37,21 +37,21 @@ void check_readers(const Granule& granule, uint32_t address) {
 }
 
 // The destination of a load: NaN until it arrives, and nobody else's business.
-void start_filling(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment) {
+void start_filling(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment, Moment moment = now()) {
   memset(checked(block, address, bytes, alignment), kPoison, bytes);
   for_granules(block, address, bytes, [&](Granule& granule) {
     if (granule.filling) fail("a copy to shared address 0x%x while another one that fills it is in flight", address);
     check_readers(granule, address);
-    note_write(block, granule, address);
+    note_write(block, granule, address, moment);
     granule = {true, 0, 0, 0, granule.written_by, granule.written};
   });
 }
 
 // The source of a store: nobody may write it until it has been read.
-void start_reading(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment) {
+void start_reading(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment, Moment moment = now()) {
   shared_bytes(address, bytes, alignment, Access::kAsyncRead);
   for_granules(block, address, bytes, [&](Granule& granule) {
-    note_read(block, granule, address);
+    note_read(block, granule, address, moment);
     ++granule.readers;
   });
 }
@@ -287,7 +287,7 @@ void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const
   Block& block = *self().block;
   Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
   start_filling(block, destination, copy.bytes, 128);
-  copy.warp = warp_slot(), copy.time = now();
+  copy.moment = now();
   tensor_bytes += copy.bytes;
   block.loads.push_back(copy);
 }
@@ -298,17 +298,23 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   check_flat_copy();
   Block& block = *self().block;
   start_filling(block, destination, bytes, 16);
-  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}, warp_slot(), now()});
+  block.loads.push_back({Copy::kBulkLoad, destination, source, bytes, 0, mbarrier, {}, {}, now()});
 }
 
 void copy_to_peer(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_mbarrier) {
   if (bytes % 16 != 0) fail("cp.async.bulk: the size must be a multiple of 16 bytes");
-  Block &block = *self().block, &peer = peer_of(mapped_destination);
+  Block& block = *self().block;
+  peer_of(mapped_destination);
+  Block& peer = peer_of_mbarrier(mapped_mbarrier);
   const uint32_t destination = unmapped(mapped_destination), mbarrier = unmapped(mapped_mbarrier);
-  peer_of(mapped_mbarrier);
-  start_reading(block, source, bytes, 16);
-  start_filling(peer, destination, bytes, 16);
-  peer.loads.push_back({Copy::kFromPeer, destination, nullptr, bytes, 0, mbarrier, {}, {}, warp_slot(), now(), &block, source});
+  const Moment moment = next_copy_to_peer(mbarrier);
+  start_reading(block, source, bytes, 16, moment);
+  start_filling(peer, destination, bytes, 16, moment);
+  note_visit(block, moment), note_visit(peer, moment);
+  const auto told = std::make_shared<Clock>();
+  tell(*told);
+  (*told)[moment.slot] = moment.time;
+  peer.loads.push_back({Copy::kFromPeer, destination, nullptr, bytes, 0, mbarrier, {}, {}, moment, &block, source, told});
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {

@@ -16,9 +16,17 @@ namespace emulator {
 struct Block;
 
 // How much of what each warp did is known: of warp i, what it did until its time [i], which goes on at each of its arrivals. Behind the warps,
-// of each warpgroup: how many of its products are complete.
-constexpr int kMaxWarps = kMaxThreads / kLanes;
-using Clock = std::array<uint32_t, kMaxWarps + kMaxWarps / kWarpsPerGroup>;
+// of each warpgroup: how many of its products are complete; and of the copies to the peer that complete at one mbarrier, or at some that share
+// a slot: the number of the newest that has. The second block of a cluster has the second half of each.
+constexpr int kMaxWarps = kMaxThreads / kLanes, kMaxGroups = kMaxWarps / kWarpsPerGroup, kCopySlots = 8;
+constexpr int kFirstCopySlot = kMaxWarps + kMaxGroups;
+using Clock = std::array<uint32_t, kFirstCopySlot + 2 * kCopySlots>;
+
+// Of a warp, or a copy to the peer: where in a Clock, and what its number there is.
+struct Moment {
+  int slot = 0;
+  uint32_t time = 0;
+};
 
 // A copy whose bytes have not moved yet.
 struct Copy {
@@ -29,11 +37,11 @@ struct Copy {
   uint32_t valid_bytes;  // cp.async: the rest is zero
   uint32_t mbarrier;     // of loads by the copy engine
   std::array<int, 5> coordinates;
-  std::vector<unsigned char> read;  // of stores: the bytes, once they have been read
-  int warp = 0;                     // slot of the one that has asked for it
-  uint32_t time = 0;                // and when
-  Block* source = nullptr;          // kFromPeer: whose shared memory is read
-  uint32_t source_address = 0;      // and where
+  std::vector<unsigned char> read;   // of stores: the bytes, once they have been read
+  Moment moment = {};                // who has asked for it and when; kFromPeer: its own
+  Block* source = nullptr;           // kFromPeer: whose shared memory is read
+  uint32_t source_address = 0;       // and where
+  std::shared_ptr<Clock> told = {};  // kFromPeer: what the one knew who asked for it
 };
 
 // Accumulators of the 128 threads of a warpgroup between the first product that uses them and the wait that completes the last.
@@ -106,13 +114,17 @@ struct NamedBarrier : Teller {
   uint64_t generation = 0;
 };
 
+struct MbarrierTeller : Teller {
+  Moment initialised;
+};
+
 // State of one granule of shared memory.
 struct Granule {
   bool filling;           // a copy in flight will write it
   uint16_t readers;       // wgmma and stores in flight that will read it
   uint16_t writer;        // 1 + thread that wrote it by ordinary stores, 0: none
   uint32_t writer_epoch;  // and when: dirty until that thread's next fence.proxy.async
-  uint16_t written_by;    // slot of a warp: the last write of any kind
+  uint16_t written_by;    // slot: the last write of any kind
   uint32_t written;       // and when; 0: none
 };
 
@@ -127,13 +139,15 @@ struct Block {
   unsigned char* window = nullptr;  // kWindowBytes of shared memory
   char* stacks = nullptr;           // of all threads
   std::vector<Granule> granules;
-  std::vector<Clock> reads;              // of a granule since its last write: when it was read, and by what product
-  std::map<uint32_t, Teller> mbarriers;  // by address
+  std::vector<Clock> reads;                      // of a granule since its last write: when it was read, and by what product or copy
+  std::map<uint32_t, MbarrierTeller> mbarriers;  // by address
   uint32_t dynamic_bytes, static_bytes;
   std::map<std::string, uint32_t> static_variables;
   std::vector<Copy> loads;  // in flight
   Block* peer;              // the other of a cluster, or null
   NamedBarrier cluster;     // in the first of a cluster: the barrier of both
+  uint32_t copies_to_peer;  // asked for
+  Clock visits;             // the last arrivals of the peer and copies from and to it: have to be known before the end
   int rank() const { return peer != nullptr ? index.x % 2 : 0; }
 };
 
@@ -148,8 +162,9 @@ void wake(Block& block, Wait::Kind kind, uint64_t where);
 
 void mbarrier_complete_bytes(Block& block, const Copy& copy);
 
-// The block that an address of map_to_rank() is in, and the address there.
+// The block that an address of map_to_rank() is in, or an mbarrier, and the address there.
 Block& peer_of(uint32_t mapped_address);
+Block& peer_of_mbarrier(uint32_t mapped_address);
 uint32_t unmapped(uint32_t mapped_address);
 
 // Order of what warps do to shared memory (order.cpp).
@@ -157,11 +172,16 @@ void join(Clock& clock, const Clock& other);
 void tell(Clock& clock);         // at an arrival: what this warp knows
 void complete(Teller& teller);   // at the last
 void learn(const Clock& clock);  // at the end of a wait
-uint32_t now();
-void note_read(Block& block, const Granule& granule, uint32_t address);
+Moment now();
+Moment next_copy_to_peer(uint32_t mbarrier);
+bool is_known(Moment moment);
+std::string name_of(int slot);
+void note_visit(Block& block, Moment moment);
+void check_visits(const Block& block);  // at its end
+void note_read(Block& block, const Granule& granule, uint32_t address, Moment moment = now());
 void note_product(Block& block, const Granule& granule, uint32_t address, uint64_t number);  // of this warpgroup
 void learn_products(uint64_t count);                                                         // that so many are complete
-void note_write(Block& block, Granule& granule, uint32_t address);
+void note_write(Block& block, Granule& granule, uint32_t address, Moment moment = now());
 
 void perform(Block& block, const Copy& copy);  // the bytes move now
 bool finish_products(Block& block);            // those that some warpgroup waits for, if any
