@@ -177,9 +177,11 @@ def test_deterministic_results_do_not_depend_on_the_order(family, window, head_d
     k += 64  # changes no probability, but what key blocks add is large and cancels: the order shows in the last bits of dq
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    # NOTE: the small Hopper has room for one cluster of the backward above head dim 128, which keeps one order.
+    device = emulated.WIDE_HOPPER if family == "sm90" and head_dim > 128 else emulated.HOPPER
 
     def results(seed: int, resident: int, deterministic: bool) -> tuple[torch.Tensor, ...]:
-        with emulated.running(monkeypatch, library, seed=seed, resident=resident):
+        with emulated.running(monkeypatch, library, device, seed=seed, resident=resident):
             out = flash_attn_func(q, k, v, window_size=window, deterministic=deterministic)
             return out, *torch.autograd.grad(out, (q, k, v), dout)
 

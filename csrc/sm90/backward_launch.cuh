@@ -146,7 +146,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
   const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
-  const int computing = (multiprocessors(forward.device) - rounding) / Shape::kCluster;  // tasks at once
+  const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   const auto heads_of_rounds = [&](int n) { return std::max(1, n * computing / std::max(1, key_blocks)); };
   const int64_t query_heads =
       heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
@@ -172,7 +172,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   arguments.query_blocks = static_cast<int>(query_blocks), arguments.rounding_blocks = rounding;
-  arguments.task_blocks = static_cast<int>(Shape::kTakesTasks ? std::min<int64_t>(units, computing) : units * Shape::kCluster);
+  arguments.task_blocks = static_cast<int>(std::min<int64_t>(units, computing)) * Shape::kCluster;
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
         params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream, "attention backward, sm90, preprocess");

@@ -17,10 +17,11 @@ namespace hf_flash2::sm90 {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 5;
+  static constexpr int kUnitBytes = Shape::kCluster > 1 ? 16 : 0;  // the smallest copy
+  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes +
                                 kStages * (Shape::kQueryBytes + 2 * Shape::kRowBytes) + kDoutStages * Shape::kDoutBytes +
-                                Shape::kWorkBytes + BackwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+                                Shape::kWorkBytes + BackwardTask::kBytes + kUnitBytes + (kBarriers + 1) / 2 * 16;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
@@ -32,7 +33,8 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return task() + BackwardTask::kBytes + i * 8; }
+  __device__ __forceinline__ uint32_t unit() const { return task() + BackwardTask::kBytes; }  // the number of the next task, from the peer
+  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + kUnitBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
   __device__ __forceinline__ uint32_t keys_full() const { return barrier(2); }  // K and V
@@ -45,7 +47,9 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t ds_full(int stage) const { return barrier(5 + 3 * kStages + stage); }
   __device__ __forceinline__ uint32_t ds_empty(int stage) const { return barrier(7 + 3 * kStages + stage); }
   __device__ __forceinline__ uint32_t dout_empty() const { return barrier(9 + 3 * kStages); }  // where Q and dO have stages of their own
-  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }                  // where there may be gaps: clear_gaps.cuh
+  __device__ __forceinline__ uint32_t unit_full() const { return barrier(10 + 3 * kStages); }
+  __device__ __forceinline__ uint32_t unit_empty() const { return barrier(11 + 3 * kStages); }
+  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
   __device__ __forceinline__ void make_barriers(int warps = 0) const {
@@ -58,6 +62,8 @@ struct BackwardShared {
       if constexpr (Shape::kCluster > 1) {
         for (int stage = 0; stage < 2; ++stage) mbarrier_init(ds_full(stage), 1), mbarrier_init(ds_empty(stage), Shape::kConsumers * 4);
         mbarrier_init(dout_empty(), Shape::kConsumerThreads);
+        mbarrier_init(unit_full(), 1);
+        mbarrier_init(unit_empty(), 1);
       }
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
@@ -160,6 +166,24 @@ __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments
   }
 }
 
+// The blocks of a cluster have the same tasks: the first takes them, and hands their numbers to its peer. `number` counts them from 0 on.
+template <typename Shape>
+__device__ __forceinline__ int unit_of_cluster(const BackwardShared<Shape>& shared, int unit, uint32_t number) {
+  constexpr uint32_t kUnitBytes = BackwardShared<Shape>::kUnitBytes;
+  if (cluster_rank() == 0) {
+    mbarrier_wait(shared.unit_empty(), (number & 1) ^ 1);
+    store_shared(shared.unit(), make_uint4(unit, 0, 0, 0));
+    async_proxy_fence();
+    bulk_copy_to_peer(peer_address(shared.unit()), shared.unit(), kUnitBytes, peer_address(shared.unit_full()));
+    return unit;
+  }
+  mbarrier_arrive_expect(shared.unit_full(), kUnitBytes);
+  mbarrier_wait(shared.unit_full(), number & 1);
+  unit = static_cast<int>(load_shared_uint4(shared.unit()).x);
+  peer_mbarrier_arrive(peer_address(shared.unit_empty()));
+  return unit;
+}
+
 // The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
 // behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
 // of a block that is not there yet would be a turn that those running wait for.
@@ -169,6 +193,9 @@ __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments
 // Of sequences whose lengths only the device knows, it takes the key blocks there are; to drop one that is not there takes 1.7 us. PERF: one H200,
 // batches to 2k, 4k, 8k filled to 30 %, causal, TFLOP/s: d 64 padded 287 376 464 -> 300 393 474, packed 287 401 480 -> 294 407 497, deterministic
 // 286 380 468 -> 311 399 460; d 128 padded 320 433 -> 332 447, packed 356 474 555 -> 367 488 563.
+// Clusters, one H100, against a task each, in % at 1k, 4k, 16k, with what DqPlace and kApart bring (backward_wide.cuh): d 192 full 107 103 100,
+// causal 109 105 102; d 256 full 109 102 100, causal 108 104 101; 192/128 at 4k, 16k full 108 108, causal 110 107. In a fixed order,
+// causal was 5 to 40 % slower than a task each.
 // Tried and left, as a task cannot begin before its K and V are there: both brought to L2 while the task before ends, and V loaded as soon as that
 // has made its last dP, each alone and together: level from 2k on and at d 64, d 128 causal at 512, 1k 0 to 2 % slower, padded 1 to 5 %.
 template <typename Shape>
@@ -178,18 +205,24 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
   uint32_t tasks = 0;  // handed over so far
   const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
   const auto load = [&](int key_block, int batch_head) {
-    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head);
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head, Shape::kCluster > 1 ? cluster_rank() : 0);
     wait_for_slot();
     task.store(shared.task());
     mbarrier_arrive(shared.task_full());
     loader.load(task);
   };
   const bool in_order = arguments.params.deterministic;
+  uint32_t taken = 0;
   const auto take_unit = [&] {
-    wait_for_kernel_before();  // it clears the counter
-    return (in_order ? 0 : arguments.task_blocks) + take_next(workspace.next_unit);
+    int unit = 0;
+    if (Shape::kCluster == 1 || cluster_rank() == 0) {
+      wait_for_kernel_before();  // it clears the counter
+      unit = (in_order ? 0 : arguments.task_blocks / Shape::kCluster) + take_next(workspace.next_unit);
+    }
+    if constexpr (Shape::kCluster > 1) unit = unit_of_cluster(shared, unit, taken++);
+    return unit;
   };
-  int unit = in_order ? take_unit() : blockIdx.x, key_block, batch_head;
+  int unit = in_order ? take_unit() : blockIdx.x / Shape::kCluster, key_block, batch_head;
   if (arguments.counts_units()) {
     CountedBlocks blocks;
     const auto count = [&](int batch) { return arguments.key_blocks_of<Shape>(batch); };
@@ -202,6 +235,7 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
       arguments.scheduler.tile(unit, 0, key_block, batch_head);
       load(key_block, batch_head);
     }
+    if constexpr (Shape::kCluster > 1) wait_for_kernel_before();  // the second block, if nothing else had it wait
   }
   wait_for_slot();
   BackwardTask::store_none(shared.task());

@@ -90,11 +90,9 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
-  // A thread block takes one task after another, or has one. PERF: with 64 keys and no cluster, d 192/128 gained 10 % at 512 and 3 % from 4k
-  // on; but both blocks of a cluster would have to take the same.
-  static constexpr bool kTakesTasks = kCluster == 1;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
-  static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kLoaderRegisters = kCluster > 1 ? 40 : 24;  // with 24 the loader of a cluster spills 200 to 300 bytes
+  static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
                 "what a block has got at its launch; to take more hangs");
 };
@@ -178,11 +176,6 @@ struct BackwardTask {
                                     : task_block - mask.key_block_begin(row_begin, Shape::kTaskKeys);
   }
 
-  // Of a cluster, whose blocks all begin behind the sequence.
-  template <typename Shape>
-  __device__ __forceinline__ bool is_behind() const {
-    return key_block / Shape::kCluster * Shape::kTaskKeys >= k.length;
-  }
   __device__ __forceinline__ bool has_steps() const { return query_block_begin < query_block_end; }
 
   // A walk over the query blocks of every query head of the task, where there are some.

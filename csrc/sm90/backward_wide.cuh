@@ -12,9 +12,7 @@
 // 280 391 503 535, causal 157 244 391 445 -> 165 276 454 530; d 192 full 257 339 415 446 -> 273 381 471 500, causal 160 249 391 440 -> 160 267
 // 425 496; 192/128 at 4k, 16k full 384 410 -> 464 490, causal 355 401 -> 406 467. Of that, P in fp16 is 1 to 8 %.
 // Tried and left: Q and dO by multicast, half the rows loaded by each block for both: d 256 1 to 2 % faster from 4k on, 1 % slower before, d 192
-// 0 to 1 % slower. Clusters that take one task after another, in a fixed order (40 registers for the loader, 232 for consumers): full at 512, 1k 5
-// to 8 % faster, from 4k on 1 to 4 % slower, causal 5 to 40 % slower, as that order does not balance.
-// Tried and left: at d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
+// 0 to 1 % slower. At d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
 #pragma once
 #include "device/reduce_add.cuh"
 #include "device/semaphore.cuh"
@@ -29,6 +27,7 @@ struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 2;
   static constexpr int kWorkBytes = 2 * Sizes::kStages * Sizes::kScoreBytes + kPBytes;  // dS of both blocks, then P
   static constexpr bool kDeterministic = false;
+  static constexpr int kApart = kHeadDim == 256 ? 6 : kHeadDimV == 128 ? 4 : 2;  // products between two additions: add_dq()
   // Columns of dQ that a consumer computes, and the first of them.
   static constexpr int kColumns[2] = {64, Sizes::kDqColumns / 2 - 64};
   template <int kConsumer>
@@ -122,30 +121,44 @@ __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] 
       hidden(shared.peer_k()) + (column / 64 - Shape::first_peer_panel(rank)) * Shape::kKeyPanelBytes + of_panel);
 }
 
+// Where a thread adds to a tile of dQ, in bytes, and where it says that dS has been read: the same in every step. PERF: kept in registers; the
+// loop over tasks else finds them in every step anew, from threadIdx and blockIdx.
+struct DqPlace {
+  uint32_t bytes, peer_ds_empty;
+
+  template <typename Shape, int kConsumer>
+  static __device__ __forceinline__ DqPlace make(const BackwardShared<Shape>& shared) {
+    const uint32_t column = Shape::template first_column<kConsumer>(cluster_rank());
+    return {hidden((column * 64 + threadIdx.x % 128 * 4) * sizeof(float)), peer_address(shared.ds_empty(0))};
+  }
+};
+
 // Waits for them and adds them to global memory.
 // PERF: additions that follow each other at once keep the other consumer from shared memory: all of them go through one queue. So the
-// address of each depends on products behind those of the one before, some ten cycles. One H200, d 256 full at 1k, 4k, 16k: 357 439 442 ->
-// 369 476 451 TFLOP/s; half and twice as far apart 464 and 475 at 4k, four times 461; nanosleep in place of the products 460 (where 486).
+// address of each depends on kApart products behind those of the one before, of some five cycles each. One H200, before clusters, d 256 full at
+// 1k, 4k, 16k, TFLOP/s: 357 439 442 -> 369 476 451; nanosleep in place of the products 460 (where 486). One H100, 1, 2, 3, 4, 6, 8, 14 of them,
+// full at 4k, in % of what had no loop over tasks: d 192 100 103 100 95 94 93 90, 192/128 106 105 107 108 108 106 104, d 256 102 100 98 100 102
+// 100 98; causal alike.
 template <typename Shape, int kConsumer>
-__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
+__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, const DqPlace& place,
                                        float (&dq)[Shape::kColumns[kConsumer] / 8][4], uint32_t step, int tile, bool first) {
   constexpr int kTiles = Shape::kColumns[kConsumer] / 8;
   wgmma_wait<0>();
   wgmma_use<kTiles * 4>(&dq[0][0]);
-  if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(peer_address(shared.ds_empty(step % Shape::kStages)));
+  if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(place.peer_ds_empty + step % Shape::kStages * 8);
   if constexpr (Shape::kDeterministic) named_barrier_sync(turn_has_come(kConsumer), kTurnThreads);
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  float* columns = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns) +
-                   Shape::template first_column<kConsumer>(cluster_rank()) * 64 + threadIdx.x % 128 / 32 * (32 * 4);
-  uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & threadIdx.y;  // blocks have one row of threads, which the compiler does not know
+  char* const columns =
+      reinterpret_cast<char*>(workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns)) + place.bytes;
+  uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & params.forward.head_dim >> 31;  // which the compiler does not know
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    float* const block = columns + n * (128 * 4) + zero;
+    float* const four = reinterpret_cast<float*>(columns + zero + n * (128 * 4 * sizeof(float)));
     if (Shape::kDeterministic && first)
-      store_reduced(block, threadIdx.x % 32, dq[n]);
+      store_reduced(four, 0, dq[n]);
     else
-      reduce_add(block, threadIdx.x % 32, dq[n]);
-    for (int i = 0; i < 2; ++i) zero = zero * zero + zero;
+      reduce_add(four, 0, dq[n]);
+    for (int i = 0; i < Shape::kApart; ++i) zero = zero * zero + zero;
   }
   if constexpr (Shape::kDeterministic) named_barrier_arrive(has_added(kConsumer), kTurnThreads);
 }
@@ -153,8 +166,8 @@ __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, con
 // The end of a step, when its last product has been issued: Q and dO are done with, and under that product comes dQ of the step before, of
 // `last_tile`.
 template <typename Shape, typename T, int kConsumer, bool kFirst>
-__device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, uint32_t step,
-                                            int last_tile, bool first) {
+__device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, const DqPlace& place,
+                                            uint32_t step, int last_tile, bool first) {
   // Where Q and dO have stages of their own, who is done with one of them has said so.
   const uint32_t done = Shape::kDoutStages == Shape::kStages || kConsumer == 1 ? shared.empty(step % Shape::kStages) : shared.dout_empty();
   if constexpr (kFirst) {
@@ -165,16 +178,17 @@ __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params
     issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
     wgmma_wait<2>();
     mbarrier_arrive(done);
-    add_dq<Shape, kConsumer>(params, shared, dq, step - 1, last_tile, first);
+    add_dq<Shape, kConsumer>(params, place, dq, step - 1, last_tile, first);
   }
 }
 
 // Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, and finishes each.
 template <typename Shape, typename T, int kConsumer, typename F>
 __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
-                                                   const BackwardTask& task, const F& f) {
+                                                   const BackwardTask& task, uint32_t& step, uint32_t keys_parity, const F& f) {
   if (!task.has_steps()) return;
-  uint32_t step = 0;
+  wait_for_keys(shared, task, keys_parity);
+  const DqPlace place = DqPlace::make<Shape, kConsumer>(shared);
   BackwardTask::Step at = task.first();
   int last_tile = 0;
   bool first = false;  // deterministic mode: it was the first key block there
@@ -182,7 +196,7 @@ __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams&
     const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
     clear_queries(shared, task, step, at.query_block);
     f(step, at.query_block);
-    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, step++, last_tile, first);
+    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, place, step++, last_tile, first);
     last_tile = tile;
     if constexpr (Shape::kDeterministic) first = task.template turn<Shape>(params.forward, at.query_block) == 0;
   };
@@ -190,13 +204,15 @@ __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams&
   while (task.advance(at)) advance(std::false_type{});
   float dq[Shape::kColumns[kConsumer] / 8][4];
   issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
-  add_dq<Shape, kConsumer>(params, shared, dq, step - 1, last_tile, first);
+  wgmma_wait<0>();
+  mbarrier_arrive(shared.keys_empty());
+  add_dq<Shape, kConsumer>(params, place, dq, step - 1, last_tile, first);
 }
 
 // The first consumer: P and dV.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                               const BackwardTask& task) {
+                                               const BackwardTask& task, uint32_t& first_step, uint32_t keys_parity) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
@@ -205,7 +221,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 0>(params, shared, task, [&](uint32_t step, int query_block) {
+  for_each_wide_step<Shape, T, 0>(params, shared, task, first_step, keys_parity, [&](uint32_t step, int query_block) {
     const uint32_t stage = step % kStages, dout_stage = step % Shape::kDoutStages;
     float p[kBlockM / 8][4];
     uint32_t p_half[kBlockM / 4], p_rounded[kBlockM / 4];
@@ -239,7 +255,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 // The second consumer: dS and dK.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                             const BackwardTask& task) {
+                                             const BackwardTask& task, uint32_t& first_step, uint32_t keys_parity) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const bool sends = warp_index() % 4 == 0;
@@ -247,7 +263,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 1>(params, shared, task, [&](uint32_t step, int) {
+  for_each_wide_step<Shape, T, 1>(params, shared, task, first_step, keys_parity, [&](uint32_t step, int) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1, dout_stage = step % Shape::kDoutStages;
     float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
@@ -302,37 +318,28 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   const int warp = warp_index() - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
   let_next_kernel_begin();
 
-  // PERF: by each role for itself; found before they part, what a task says is spilled for the loader, which has few registers.
-  const auto make_task = [&] {
-    int task_block, batch_head;
-    arguments.scheduler.tile(hidden(blockIdx.x / Shape::kCluster), 0, task_block, batch_head);
-    return BackwardTask::make<Shape>(arguments, task_block, batch_head, cluster_rank());
-  };
-  if (make_task().template is_behind<Shape>()) {  // so it is for both blocks of the cluster
-    if (warp == 3) clear_gradient_gaps(arguments, shared);
-    return wait_for_kernel_before();
-  }
-  shared.make_barriers();
+  shared.make_barriers(Shape::kDeterministic ? 2 : 0);
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
     if (warp == 0) {
-      const BackwardTask task = make_task();
-      if (!task.has_steps()) wait_for_kernel_before();
-      if (elect_one()) Loader<Shape>{arguments, shared}.load(task);
+      if (elect_one()) load_tasks<Shape>(arguments, shared);
     } else if (Shape::kDeterministic && (warp == 1 || warp == 2)) {
       wait_for_kernel_before();  // it clears the semaphores
-      keep_order<Shape>(arguments.params, make_task(), warp - 1);
+      for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
     } else if (warp == 3) {
       clear_gradient_gaps(arguments, shared);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    const BackwardTask task = make_task();
-    if (task.has_steps()) wait_for_keys(shared, task);
-    if (warpgroup_index() == 0)
-      compute_values<Shape, T>(arguments, shared, task);
-    else
-      compute_keys<Shape, T>(arguments, shared, task);
+    const bool of_values = warpgroup_index() == 0;
+    uint32_t step = 0, key_blocks = 0;
+    for_each_task(arguments, shared, [&](const BackwardTask& task) {
+      if (of_values)
+        compute_values<Shape, T>(arguments, shared, task, step, key_blocks & 1);
+      else
+        compute_keys<Shape, T>(arguments, shared, task, step, key_blocks & 1);
+      key_blocks += task.has_steps();
+    });
   }
   cluster_meet();  // the peer may still say that it is done with what came from here
 }
