@@ -66,7 +66,7 @@ __device__ __forceinline__ int turn_has_come(int consumer) { return 6 + consumer
 __device__ __forceinline__ int has_added(int consumer) { return 8 + consumer; }
 constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps its order
 
-// Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for blocks that were launched
+// Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for tasks that were taken
 // earlier, so that waiting always ends. It asks for the next turn while the consumer adds: if that has come, the consumer may go on before the
 // last is passed on, which takes a fence.
 // PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k, 16k, % of the default's speed: full 81 78
@@ -209,10 +209,10 @@ __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams&
   add_dq<Shape, kConsumer>(params, place, dq, step - 1, last_tile, first);
 }
 
-// The first consumer: P and dV.
+// The first consumer: P and dV. `steps`: of all its tasks so far.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_values(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                               const BackwardTask& task, uint32_t& first_step, uint32_t keys_parity) {
+                                               const BackwardTask& task, uint32_t& steps, uint32_t keys_parity) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 0>(params, shared, task, first_step, keys_parity, [&](uint32_t step, int query_block) {
+  for_each_wide_step<Shape, T, 0>(params, shared, task, steps, keys_parity, [&](uint32_t step, int query_block) {
     const uint32_t stage = step % kStages, dout_stage = step % Shape::kDoutStages;
     float p[kBlockM / 8][4];
     uint32_t p_half[kBlockM / 4], p_rounded[kBlockM / 4];
@@ -255,7 +255,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
 // The second consumer: dS and dK.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
-                                             const BackwardTask& task, uint32_t& first_step, uint32_t keys_parity) {
+                                             const BackwardTask& task, uint32_t& steps, uint32_t keys_parity) {
   constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
   const bool sends = warp_index() % 4 == 0;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 1>(params, shared, task, first_step, keys_parity, [&](uint32_t step, int) {
+  for_each_wide_step<Shape, T, 1>(params, shared, task, steps, keys_parity, [&](uint32_t step, int) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1, dout_stage = step % Shape::kDoutStages;
     float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
