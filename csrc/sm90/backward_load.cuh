@@ -205,14 +205,14 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
   uint32_t tasks = 0;  // handed over so far
   const auto wait_for_slot = [&] { mbarrier_wait(shared.task_empty(), (tasks++ & 1) ^ 1); };
   const auto load = [&](int key_block, int batch_head) {
-    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head, Shape::kCluster > 1 ? cluster_rank() : 0);
+    const BackwardTask task = BackwardTask::make<Shape>(arguments, key_block, batch_head);
     wait_for_slot();
     task.store(shared.task());
     mbarrier_arrive(shared.task_full());
     loader.load(task);
   };
   const bool in_order = arguments.params.deterministic;
-  uint32_t taken = 0;
+  uint32_t taken = 0;  // from the counter so far
   const auto take_unit = [&] {
     int unit = 0;
     if (Shape::kCluster == 1 || cluster_rank() == 0) {

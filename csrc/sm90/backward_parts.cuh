@@ -20,7 +20,7 @@ __device__ __forceinline__ void consumers_meet() {
 
 // By all consumers: K and V have landed, and their rows behind the sequence are zero.
 template <typename Shape>
-__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity = 0) {
+__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity) {
   mbarrier_wait(shared.keys_full(), parity);
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
   const int peer_rows = Shape::kCluster > 1 ? task.k.length - (task.key_block ^ 1) * Shape::kBlockN : Shape::kBlockN;

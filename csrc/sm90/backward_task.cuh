@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/workspace.cuh"
+#include "device/cluster.cuh"
 #include "device/shared_memory.cuh"
 #include "sm90/scheduler.h"
 #include "tiles.h"
@@ -91,7 +92,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
-  static constexpr int kLoaderRegisters = kCluster > 1 ? 40 : 24;  // with 24 the loader of a cluster spills 200 to 300 bytes
+  static constexpr int kLoaderRegisters = kCluster > 1 ? 40 : 24;  // with 24 the loader of a cluster spills 200 to 340 bytes
   static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
                 "what a block has got at its launch; to take more hangs");
@@ -111,12 +112,12 @@ struct BackwardTask {
 
   // task_block: a block of kTaskKeys, of which a thread block of a cluster has the kBlockN of its rank.
   template <typename Shape>
-  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int task_block, int batch_head, int rank = 0) {
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int task_block, int batch_head) {
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
     const int parts = arguments.parts(), heads = forward.heads_q / parts;
     const int batch = batch_head / parts, part = batch_head % parts;
-    const int key_block = task_block * Shape::kCluster + rank, key_begin = key_block * Shape::kBlockN,
+    const int key_block = task_block * Shape::kCluster + (Shape::kCluster > 1 ? cluster_rank() : 0), key_begin = key_block * Shape::kBlockN,
               task_begin = task_block * Shape::kTaskKeys;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
     const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);

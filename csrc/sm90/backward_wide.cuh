@@ -121,8 +121,9 @@ __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] 
       hidden(shared.peer_k()) + (column / 64 - Shape::first_peer_panel(rank)) * Shape::kKeyPanelBytes + of_panel);
 }
 
-// Where a thread adds to a tile of dQ, in bytes, and where it says that dS has been read: the same in every step. PERF: kept in registers; the
-// loop over tasks else finds them in every step anew, from threadIdx and blockIdx.
+// Where a thread adds to a tile of dQ, in bytes, its lane's four floats (reduce_add.cuh, from sm_90 on) included, and where it says that dS has
+// been read: the same in every step. PERF: kept in registers; the loop over tasks else finds them in every step anew, from threadIdx and
+// blockIdx.
 struct DqPlace {
   uint32_t bytes, peer_ds_empty;
 
@@ -182,7 +183,8 @@ __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params
   }
 }
 
-// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, and finishes each.
+// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, and finishes each. Steps are counted on
+// from `step`.
 template <typename Shape, typename T, int kConsumer, typename F>
 __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
                                                    const BackwardTask& task, uint32_t& step, uint32_t keys_parity, const F& f) {
