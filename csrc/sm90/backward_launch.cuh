@@ -102,6 +102,69 @@ struct BackwardPlan {
   }
 };
 
+// The order of tasks. parts: key heads, or splits of their groups; counted: only the device knows the key blocks there are; computing: tasks at
+// once.
+//
+// A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries, and long tasks go first, inside
+// groups of heads. Short ones load and write as much of K, V, dK and dV as long ones: many of them at once wait for memory, while the long ones
+// do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last two
+// rounds are one group, as short ones are left for the end; of long heads the last three, as each multiprocessor then has one of the last, and
+// those that come late, as no two tasks take the same time, have the others wait. Of few groups fewer, as L2 holds less of what these heads read
+// and add.
+// PERF: one H100, causal at 512, 1k, 1.5k, 2k, 4k, 8k, TFLOP/s, groups of 16 heads, or what L2 holds, or a round of tasks -> a quarter of a
+// round: d 64 226 345 404 445 499 515 -> 234 364 427 458 510 518, d 96 197 301 339 356 397 424 -> 199 312 367 383 424 447, d 128 229 375 442 473
+// 535 572 -> 230 374 454 483 539 572, d 192 at 1k 291 -> 300, d 256 at 512, 1k 178 295 -> 182 304, above and at 16k level; d 128 at 12k 588 ->
+// 578, d 96 440 -> 447. Half a round: d 96 and 128 at 512, 1k 202 314 235 378, at 2k and 4k 1 % slower. Without the last rounds as one group: d
+// 128 at 512, 1k 225 369. One H200, the last three of 16 heads: at 16k 620 -> 644, at 12k 586 -> 599.
+// Where a task has several query heads, or only the device knows the key blocks there are (then groups are those of one sequence), it pays less,
+// and the end, or what L2 holds, counts for more: groups of 16 query heads, fewer where L2 does not hold their Q, dO and dQ, at least a round of
+// tasks; of one head, to d 128, where it has a task for nearly every multiprocessor; and the last are one group if they are no more than a round
+// each.
+// PERF: these -> as above, one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k: d 64 311 437 500, 239 417 527 -> 310 424 489, 278 419 496; d
+// 128 345 482 545, 314 458 552 -> 335 484 553, 312 455 557; d 192 300 413 432, 292 414 487 -> 281 400 475, 271 395 472. Filled to 30 %, d 128, in
+// groups of 4 heads: padded at 1k, 2k, 4k 153 288 413 -> 147 281 403, packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at
+// 16k, d 128, batch 1 and 2: 618 584 -> 629 623; the last as one group, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623,
+// of which 0 to 2 % are shares which leave L2 first.
+//
+// Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by themselves.
+// Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at once, nobody waits. One
+// head after another, for memory's sake as above; at d 64, which loads half as much, a round of heads.
+// PERF: one H100, causal at 512, 1k, 2k, 4k, 8k, TFLOP/s, a round, of d 192 three, -> one head: d 96 at 512, 1k, 4k 170 257 391 -> 189 293 401, d
+// 128 196 308 445 508 526 -> 219 352 467 517 550, d 192 169 256 352 421 -> 202 307 391 431, d 256 199 309 394 440 -> 208 313 392 437; 64/8 heads at
+// 1k, 2k, 4k, d 128 272 373 455 -> 304 421 480, d 192 196 225 240 -> 267 358 404; packed, to 1k, 2k, 4k, d 128 175 288 359 -> 184 296 372; d 64 220
+// 341 450 497 -> 226 333 435 488. Waits for turns and passing them on cost 1 % at 512, 1k, d 128, the order 12 %. Ascending, each task from the
+// last queries down, so that long ones are first and turns follow each other from tile to tile: d 128 at 512, 1k, 2k, 4k 224 336 444 487, d 64 199
+// 256 294 304, and the other direction costs the default 1 to 3 %.
+// With all keys, blocks of two rounds in turn wait less for each other: one H200, d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486 522, d
+// 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
+template <typename Shape>
+TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, int computing) {
+  const HfFlash2ForwardParams& forward = params.forward;
+  const auto heads_of_rounds = [&](double n) { return std::max(1, static_cast<int>(n * computing / std::max(1, key_blocks))); };
+  const auto few_of_groups = [&](int heads) {
+    return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads) / 8));
+  };
+  TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
+  int heads_at_once = heads_of_rounds(1), together = 1;
+  if (params.deterministic) {
+    const bool descends = forward.window_right >= 0;
+    order = descends ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
+    if (descends && Shape::kHeadDim > 64) heads_at_once = 1;
+    if (!descends && Shape::kHeadDim != 128) heads_at_once = heads_of_rounds(2);
+  } else if (parts == forward.heads_q && !counted) {
+    constexpr int kFewKeyBlocks = 8;
+    heads_at_once = heads_of_rounds(key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
+    together = std::max(static_cast<int>(ceil_div(heads_of_rounds(2), heads_at_once)), few_of_groups(heads_at_once));
+  } else {
+    const int64_t query_heads =
+        heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
+    heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_at_once);
+    if (Shape::kHeadDim <= 128 && !counted && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
+    if (int64_t{heads_at_once} * key_blocks <= computing) together = few_of_groups(heads_at_once);
+  }
+  return TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
+}
+
 // kInOrder: the kernel of deterministic mode.
 template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(const HfFlash2BackwardParams& params) {
@@ -118,48 +181,11 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, tokens_k, forward.heads_k, batch, Shape::kBlockN);
   arguments.params = params;
 
-  // A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries; long ones first, inside
-  // groups of heads whose Q, dO and dQ the L2 holds, 16 at most. More where these make less than a task for every multiprocessor: then tasks
-  // of other groups run beside them anyway, and the long ones of the last would start too late.
-  // PERF: groups of 16 query heads are worth 40 % at 1k to 2k, d 128, on an H200. 16 -> what L2 holds, causal at 4k, 8k, 16k: d 64 442 491 503
-  // -> 442 491 524, d 128 511 556 574 -> 515 561 579, d 192/128 436 446 460 -> 459 488 499, d 256 at 8k, 16k 384 422 -> 403 433.
-  // One head, to d 128, where all have as many key blocks, and these make a task for nearly every multiprocessor. PERF: 2 heads -> 1 at 16k,
-  // causal, d 128, batch 1 and 2, 618 584 -> 629 623, d 96 464 -> 474, d 64 (4 -> 1) level; where there are fewer key blocks, as at 12k, it loses
-  // 3 %, and other numbers of heads are level at 4k and 8k.
-  // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by
-  // themselves. Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at
-  // once, nobody waits.
-  // PERF: of the default's speed at d 128, causal, 1k and 4k, that is 96 and 90 %; ascending in groups of 16 it was 72 and 80.
-  // Descending with a head's blocks in several waves they drift apart, and L2 does not hold what they read (16k in groups of 16: 52 %,
-  // of 1: 80). With all keys, blocks of two rounds in turn wait less for each other: d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486
-  // 522, d 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
-  // Of three, descending, at d 192 (values of 128), where a block takes its next task a little before it needs it: at 1k, 2k, 4k, 8k 253 294 318
-  // 303 -> 269 328 365 342, with values of 192 at 4k, 8k 341 349 -> 384 394, at 1k level; of two d 256 1 to 2 % at 4k and 8k, but -4 to -1 to 2k;
-  // d 128 loses 2 to 8 %.
-  //
-  // The last groups are one where a group is no more than a task for every multiprocessor: then each has one of the last, and those that come
-  // late, as no two tasks take the same time, have the others wait. Of more tasks, short ones are left for the end. Of few groups fewer, as L2
-  // holds less of what these heads read and add. Not where blocks keep an order. PERF: predicted, with tasks that differ by 5 %, 2 %. Causal,
-  // batch 2, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623; 16 heads at 16k 620 -> 644, at 12k 586 -> 599. Of
-  // that, 0 to 2 % are shares which leave L2 first.
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
-  TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
   const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
-  const auto heads_of_rounds = [&](int n) { return std::max(1, n * computing / std::max(1, key_blocks)); };
-  const int64_t query_heads =
-      heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
-  int heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_of_rounds(1));
-  if (params.deterministic) {
-    order = forward.window_right >= 0 ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
-    heads_at_once = heads_of_rounds(forward.window_right >= 0 ? (Shape::kHeadDim == 192 ? 3 : 1) : Shape::kHeadDim != 128 ? 2 : 1);
-  } else if (Shape::kHeadDim <= 128 && is_triangular(forward) && !arguments.counts_units() && 20 * key_blocks >= 19 * computing) {
-    heads_at_once = 1;
-  }
-  const int64_t groups = ceil_div(parts * forward.batch, heads_at_once), tasks_of_group = int64_t{heads_at_once} * key_blocks;
-  const int together = params.deterministic || tasks_of_group > computing ? 1 : 1 + static_cast<int>(std::min<int64_t>(2, groups / 8));
-  arguments.scheduler = TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
+  arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
