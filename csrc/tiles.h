@@ -99,10 +99,10 @@ struct BackwardTile<256, TileVariant::kSmall> {
 
 namespace hf_flash2::sm90 {
 
-// Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers D' + kStages N (D' + Dv'))
-// * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64; and 1 KB of zeros in padded batches. Accumulator
-// registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at d 192, as
-// in multi-head latent attention.
+// Forward. A block is kConsumers warpgroups of 64 query rows each and one that loads. Shared memory: (64 kConsumers kQueryStages D' + kStages N (D'
+// + Dv')) * 2 bytes of 227 KB, D' and Dv' = the head dims of Q, K and of V, O rounded up to 64; and 1 KB of zeros in padded batches.
+// Accumulator registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at
+// d 192, as in multi-head latent attention.
 // kOutApart: O leaves through shared memory of its own, 128 kConsumers Dv' bytes more. Where nothing is left for it, it leaves through the
 // stage of the ring that the last keys of the tile had: K's for one warpgroup, V's for the other. PERF: in place of stores from registers,
 // which took 7,000 of 43,000 cycles of a tile at d 256, 1k. One H100, at 512, 1k, 2k, 4k, TFLOP/s: d 192 full 484 619 735 783 -> 510 647
@@ -119,55 +119,65 @@ namespace hf_flash2::sm90 {
 // d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
 // At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
 // 609 -> 619. Full, they are taken where they cover a twentieth less than blocks of 80: at 192, 448, 512, 576 254 461 525 489 -> 264 473 549 543.
-enum class TileSize { kSmall, kLarge };
+// TileSize::kMedium: where neither queries nor keys are more than 512. There, at d 128, a tile has some two blocks of 128 keys, and waits for Q and
+// the first keys take as long as its products: Q of the next tile has a buffer of its own, and 64 keys cover the diagonal closer. PERF: one H100,
+// TFLOP/s at 512, 1k, 2k, full 534 671 749 -> 542 656 719, causal 305 494 635 -> 317 484 606; two buffers of Q alone, causal 315 494 628.
+enum class TileSize { kSmall, kMedium, kLarge };
 template <int kHeadDim>
 constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;
+template <int kHeadDim>
+constexpr bool kForwardHasMedium = kHeadDim == 128;
 
 template <int kHeadDim, TileSize kSize = TileSize::kLarge, int kHeadDimV = kHeadDim>
 struct ForwardTile;
 template <>
 struct ForwardTile<64, TileSize::kSmall> {
-  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 3, kBlocksPerSm = 3;
+  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 3, kBlocksPerSm = 3, kQueryStages = 1;
   static constexpr bool kOutApart = true;
 };
 template <>
 struct ForwardTile<64> {
-  static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 3, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = true;
 };
 template <>
 struct ForwardTile<96> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = true;
 };
 template <>
 struct ForwardTile<128> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
+  static constexpr bool kOutApart = true;
+};
+template <>
+struct ForwardTile<128, TileSize::kMedium> {
+  static constexpr int kConsumers = 2, kBlockN = 64, kStages = 4, kBlocksPerSm = 1, kQueryStages = 2;
   static constexpr bool kOutApart = true;
 };
 template <>
 struct ForwardTile<128, TileSize::kSmall> {
-  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 2, kBlocksPerSm = 2;
+  static constexpr int kConsumers = 1, kBlockN = 64, kStages = 2, kBlocksPerSm = 2, kQueryStages = 1;
   static constexpr bool kOutApart = true;
 };
 template <>
 struct ForwardTile<192> {
-  static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 112, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = false;
 };
 template <>
 struct ForwardTile<192, TileSize::kLarge, 128> {
-  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = false;
 };
 template <>
 struct ForwardTile<256> {
-  static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 80, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = false;
 };
 template <>
 struct ForwardTile<256, TileSize::kSmall> {
-  static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1;
+  static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = false;
 };
 

@@ -195,6 +195,14 @@ def _table() -> list[Case]:
             Case("long", head_dim=128, heads=(8, 1), lengths_q=(1,), lengths_k=(20001,), causal=causal),
             Case("many", heads=(2, 1), lengths_q=(3, 1, 0, 2) * 40, form="packed", causal=causal),
         ]
+        cases += [  # enough tiles for the larger ones of the Hopper forward, to 512 tokens and above
+            Case("tiles", 128, (16, 8), lengths_q=(longest, longest), causal=causal) for longest in (500, 700)
+        ]
+        cases += [
+            Case("tiles", 128, (16, 4), (longest, 1, 129, 0, 256, 64), form=form, padding="mixed", causal=causal)
+            for longest in (300, 600)
+            for form in ("packed", "ranges")
+        ]
     for window in WINDOWS:
         cases += [Case("window", head_dim=d, lengths_q=(300,) * 2, window=window) for d in KERNEL_HEAD_DIMS]
         cases += [

@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "device/cache_policy.cuh"
+
 namespace hf_flash2 {
 
 // Copies `bytes` from global into shared memory and counts them on `barrier`.
@@ -19,8 +21,7 @@ __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, u
 
 // The same; L2 lets it go before other things.
 __device__ __forceinline__ void bulk_store_streaming(void* destination, uint32_t source, uint32_t bytes) {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  const uint64_t policy = evict_first_policy();
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(destination), "r"(source), "r"(bytes),
                "l"(policy)
                : "memory");

@@ -23,8 +23,9 @@
 // memory. Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 %
 // slower; that warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13
 // %; by the copy engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to
-// d 128: -1 to 1 %, d 96 and 128 causal at 512 2 to 3 % faster. Maps that bring 128 bytes to L2, or no more than is asked for, in place of
-// 256: level.
+// d 128: -1 to 1 %, d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Maps that bring 128 bytes to L2, or no more than is
+// asked for, in place of 256: level. Half of the thread blocks with the short tile of a pair first, to spread what is read from memory: 5 to
+// 10 % slower.
 #pragma once
 #include <type_traits>
 
@@ -46,18 +47,16 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
 
   const auto hand_over = [&](const ForwardTask& task) {
-    mbarrier_wait(shared.q_empty(), (tiles & 1) ^ 1);
-    task.store(shared.task(tiles++));
-    mbarrier_arrive(shared.task_full());
+    mbarrier_wait(shared.q_empty(tiles), shared.q_parity(tiles) ^ 1);
+    task.store(shared.task(tiles));
+    mbarrier_arrive(shared.task_full(tiles));
+    return tiles++;
   };
 
   const auto load = [&](int query_block, int batch_head, int split, const Piece& piece) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split, piece);
     if (task.query_begin(arguments) >= task.q.length) return;
-    if (task.key_block_begin == task.key_block_end) {
-      hand_over(task);
-      return mbarrier_arrive(shared.q_full());
-    }
+    if (task.key_block_begin == task.key_block_end) return mbarrier_arrive(shared.q_full(hand_over(task)));
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
 #pragma unroll 1
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
@@ -68,11 +67,11 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       for (int panel = 0; panel < Shape::kPanels; ++panel)
         tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
       if (block == task.key_block_end - 1) {
-        hand_over(task);
-        mbarrier_arrive_expect(shared.q_full(), Shape::kQueryBytes);
+        const int tile = hand_over(task);
+        mbarrier_arrive_expect(shared.q_full(tile), Shape::kQueryBytes);
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-          tma_load(shared.q() + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(), panel * 64, task.head,
-                   task.q.start + task.query_begin(arguments), map_batch);
+          tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(tile), panel * 64,
+                                    task.head, task.q.start + task.query_begin(arguments), map_batch);
       }
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
@@ -106,8 +105,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   // PERF: descriptors of a tile are made once and advanced, two instructions a product in place of five, issued beside softmax that wants
   // all there are. One H200, call by call, full and causal at 1k, 4k, 16k, TFLOP/s: d 128 631 684 660 -> 646 699 670, 423 658 614 -> 430
   // 667 626; d 256 0 to 2 % faster; d 64 level, but 0.5 to 1 % faster with key blocks counted unsigned, which costs d 128 0.5 to 1 %.
-  const auto issue_scores = [&](int stage) {
-    const uint64_t queries = panel_descriptor(shared.q() + group * 8192), keys = panel_descriptor(shared.k(stage));
+  const auto issue_scores = [&](int tile, int stage) {
+    const uint64_t queries = panel_descriptor(shared.q(tile) + group * 8192), keys = panel_descriptor(shared.k(stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k)
@@ -147,7 +146,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 
   std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
   for (int tile = 0;; ++tile) {
-    mbarrier_wait(shared.task_full(), tile & 1);
+    mbarrier_wait(shared.task_full(tile), shared.q_parity(tile));
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
@@ -170,7 +169,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const bool last = block == task.key_block_begin;
         if (elected && !(lends && last && group == 0)) mbarrier_arrive(shared.k_empty(stage));
         if (!last) return;
-        mbarrier_arrive(shared.q_empty());
+        mbarrier_arrive(shared.q_empty(tile));
         if (lends && group == 1) named_barrier_arrive(kStageBarrier, 256);
       };
       if (ragged && (block + 1) * kBlockN > task.k.length) {
@@ -195,17 +194,17 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           if (elected) mbarrier_arrive(shared.v_empty(use % kStages));
         }
         if (idle) {
-          mbarrier_arrive(shared.q_empty());
+          mbarrier_arrive(shared.q_empty(tile));
           continue;
         }
       }
-      mbarrier_wait(shared.q_full(), tile & 1);
+      mbarrier_wait(shared.q_full(tile), shared.q_parity(tile));
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
       // Before the warpgroup may write its tile of O again: it waits for S, which no warp has before all have issued it.
       if (Shape::kOutApart && elected) bulk_wait_read<0>();
       give_stage_back();
       wait_turn();
-      issue_scores(use % kStages);
+      issue_scores(tile, use % kStages);
       pass_turn();
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
@@ -225,7 +224,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const int stage_k = use % kStages, parity_k = use / kStages & 1;
         mbarrier_wait(shared.k_full(stage_k), parity_k);
         wait_turn();
-        issue_scores(stage_k);
+        issue_scores(tile, stage_k);
         mbarrier_wait(shared.v_full(stage_v), parity_v);
         issue_output(stage_v);
         pass_turn();
@@ -289,7 +288,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       }
     } else {
       give_stage_back();
-      mbarrier_arrive(shared.q_empty());
+      mbarrier_arrive(shared.q_empty(tile));
       if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }

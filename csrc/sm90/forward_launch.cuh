@@ -206,7 +206,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
 }
 
-// Of head dims that have small tiles, see tiles.h.
+// Of head dims that have small tiles: see tiles.h.
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   constexpr int kShort = 2048;
@@ -214,7 +214,11 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
   const bool few_tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch <= multiprocessors(params.device);
   if (kHeadDim == 64) return short_triangle || few_queries ? TileSize::kSmall : TileSize::kLarge;
-  if (kHeadDim == 128) return few_tiles || few_queries ? TileSize::kSmall : TileSize::kLarge;
+  if (kHeadDim == 128) {
+    constexpr int kBrief = 512;
+    const bool brief = std::max(params.max_seqlen_q, params.max_seqlen_k) <= kBrief;
+    return few_tiles || few_queries ? TileSize::kSmall : brief ? TileSize::kMedium : TileSize::kLarge;
+  }
   const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
   const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
   return short_triangle || closer ? TileSize::kSmall : TileSize::kLarge;
@@ -224,7 +228,11 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
 template <int kHeadDim, typename F>
 auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
   if constexpr (kForwardHasSmall<kHeadDim>) {
-    if (choose_tile_size<kHeadDim>(params) == TileSize::kSmall) return f(ForwardShape<kHeadDim, TileSize::kSmall>{});
+    const TileSize size = choose_tile_size<kHeadDim>(params);
+    if (size == TileSize::kSmall) return f(ForwardShape<kHeadDim, TileSize::kSmall>{});
+    if constexpr (kForwardHasMedium<kHeadDim>) {
+      if (size == TileSize::kMedium) return f(ForwardShape<kHeadDim, TileSize::kMedium>{});
+    }
   }
   if constexpr (kHeadDim == 192) {
     if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileSize::kLarge, 128>{});

@@ -22,19 +22,25 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
   static constexpr int kOutBytes = Tile::kOutApart ? kQueryPanelBytes * kValuePanels : 0;
-  static constexpr int kBarriers = 3 + 4 * Tile::kStages;
+  static constexpr int kBarriers = 3 * Tile::kQueryStages + 4 * Tile::kStages;
+  static constexpr int kTasks = Tile::kQueryStages + 1;  // the loader hands over so many before the consumers have stored the first
   // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
   // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
   // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64
   // keys, 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
-  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize == TileSize::kSmall);
-  static constexpr bool kAhead = kHeadDim < 256;                 // softmax runs ahead of the maximum: forward.cuh
+  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize != TileSize::kLarge);
+  static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
+  // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole lines
+  // of what is brought to L2, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k, TFLOP/s, full 518
+  // 670 755 777 -> 522 678 758 776, causal 301 476 602 714 -> 307 486 610 714; d 128 level; d 96 at 512, 1k 468 572 -> 457 567, causal 272 406 ->
+  // 264 399, d 192 506 642 -> 495 641, d 64 0 to 1 % slower.
+  static constexpr bool kStreams = kHeadDim == 256;
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.
   static constexpr int kOutPanelBytes = Tile::kOutApart ? kQueryPanelBytes : 64 * 128;
   static_assert(Tile::kOutApart || (Tile::kConsumers == 2 && kOutPanelBytes * kValuePanels <= kValueBytes), "a stage for each");
-  static constexpr int kSharedBytes =
-      kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes + 2 * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+  static constexpr int kSharedBytes = Tile::kQueryStages * kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes +
+                                      kTasks * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -47,26 +53,36 @@ template <typename Shape>
 struct ForwardShared {
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(int stage) const { return base + Shape::kQueryBytes + stage * Shape::kKeyBytes; }
+  static constexpr int kQueryStages = Shape::kQueryStages;
+
+  __device__ __forceinline__ uint32_t q(int tile) const { return base + tile % kQueryStages * Shape::kQueryBytes; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + kQueryStages * Shape::kQueryBytes + stage * Shape::kKeyBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
   __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
-  __device__ __forceinline__ uint32_t task(int tile) const { return out(0) + Shape::kOutBytes + tile % 2 * ForwardTask::kBytes; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return task(1) + ForwardTask::kBytes + i * 8; }
-  __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t q_full() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t q_empty() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(3 + stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(3 + Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(3 + 2 * Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3 + 3 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t task(int tile) const {
+    return out(0) + Shape::kOutBytes + tile % Shape::kTasks * ForwardTask::kBytes;
+  }
+  __device__ __forceinline__ uint32_t barrier(int i) const {
+    return out(0) + Shape::kOutBytes + Shape::kTasks * ForwardTask::kBytes + i * 8;
+  }
+  __device__ __forceinline__ uint32_t task_full(int tile) const { return barrier(tile % kQueryStages); }
+  __device__ __forceinline__ uint32_t q_full(int tile) const { return barrier(kQueryStages + tile % kQueryStages); }
+  __device__ __forceinline__ uint32_t q_empty(int tile) const { return barrier(2 * kQueryStages + tile % kQueryStages); }
+  // How often these had been used before `tile`, odd or even.
+  static __device__ __forceinline__ int q_parity(int tile) { return tile / kQueryStages & 1; }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(3 * kQueryStages + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(3 * kQueryStages + Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(3 * kQueryStages + 2 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3 * kQueryStages + 3 * Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By one thread, before any use.
   __device__ __forceinline__ void make_barriers() const {
-    mbarrier_init(task_full(), 1);
-    mbarrier_init(q_full(), 1);
-    mbarrier_init(q_empty(), Shape::kConsumers * 128);
+    for (int stage = 0; stage < kQueryStages; ++stage) {
+      mbarrier_init(task_full(stage), 1);
+      mbarrier_init(q_full(stage), 1);
+      mbarrier_init(q_empty(stage), Shape::kConsumers * 128);
+    }
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(k_full(stage), 1);
       mbarrier_init(v_full(stage), 1);
@@ -117,8 +133,8 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, boo
     if (threadIdx.x % 128 == 0) {
       const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
       for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-        tma_store(&arguments.out, through + panel * Shape::kOutPanelBytes, panel * 64, task.head, token,
-                  params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
+        tma_store<Shape::kStreams>(&arguments.out, through + panel * Shape::kOutPanelBytes, panel * 64, task.head, token,
+                                   params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
       bulk_commit();
     }
     return;

@@ -298,10 +298,14 @@ EMULATOR_TENSOR_LOAD(cp_async_bulk_tensor_Nd_shared__cluster_global_mbarrier__co
 EMULATOR_TENSOR_LOAD(cp_async_bulk_tensor_Nd_shared__cluster_global_tile_mbarrier__complete_tx__bytes)
 #undef EMULATOR_TENSOR_LOAD
 
-#define EMULATOR_TENSOR_STORE(name, add)                                          \
-  template <int kRank, typename Map, typename T>                                  \
-  void name(Map map, const std::array<T*, kRank>& coordinates, uint32_t source) { \
-    tensor_store(pointer(map), source, values(coordinates).data(), kRank, add);   \
+#define EMULATOR_TENSOR_STORE(name, add)                                                                     \
+  template <int kRank, typename Map, typename T>                                                             \
+  void name(Map map, const std::array<T*, kRank>& coordinates, uint32_t source) {                            \
+    tensor_store(pointer(map), source, values(coordinates).data(), kRank, add);                              \
+  }                                                                                                          \
+  template <int kRank, typename Map, typename T>                                                             \
+  void name##_L2__cache_hint(Map map, const std::array<T*, kRank>& coordinates, uint32_t source, uint64_t) { \
+    tensor_store(pointer(map), source, values(coordinates).data(), kRank, add);                              \
   }
 EMULATOR_TENSOR_STORE(cp_async_bulk_tensor_Nd_global_shared__cta_bulk_group, false)
 EMULATOR_TENSOR_STORE(cp_async_bulk_tensor_Nd_global_shared__cta_tile_bulk_group, false)
