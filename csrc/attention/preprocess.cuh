@@ -25,7 +25,10 @@ constexpr int kPreprocessThreads = 256;
 // after head a little before tasks need them, the first heads by a kernel before: d 128 causal at 512, 1k, 4k, 16k 277 420 565 623 -> 278 428
 // 580 601, d 64 237 369 488 -> 247 380 493 (to 4k), 64/8 heads at 1k, 4k 374 564 -> 364 556. Of the 34 us saved at 1k the consumers lose 28:
 // the sums want what they lack, instructions and shared memory. By mma.sync they would want less, but that is not for warps with 24 registers
-// (ptxas C7507).
+// (ptxas C7507). By thread blocks with no other task than this and, later, to round dQ, which wait for memory: one multiprocessor prepares 40 to 60
+// GB a second, by cp.async, by a tensor map, or by rows, where a copy of 128 or 256 bytes takes the engine 7 cycles. One H100, by cp.async, 13 of
+// them at 1k: d 128 full at 512, 1k, 2k, 4k 376 484 548 576 -> 378 497 544 590, causal 234 377 474 538 -> 236 378 491 550, d 64 full 375 480 513
+// 540 -> 379 482 498 520, causal 233 351 447 495 -> 226 355 447 483; at most a third of what there is to save.
 template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();
