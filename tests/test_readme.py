@@ -61,6 +61,17 @@ def test_how_far_ahead_of_flash_attention_2():
     assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in README
 
 
+def test_what_deterministic_mode_keeps():
+    rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
+    tflops = {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
+    kept: dict[bool, list[float]] = {False: [], True: []}
+    for (head_dim, *point, provider), ours in tflops.items():
+        if provider == "hf_flash2 sm90 deterministic":
+            kept[head_dim > 128].append(100 * ours / tflops[(head_dim, *point, "hf_flash2 sm90")])
+    narrow, wide = (f"{min(kept[wide]):.0f} to {max(kept[wide]):.0f} %" for wide in (False, True))
+    assert f"it keeps {narrow} of that speed at d 64 and 128, {wide} at d 256." in README
+
+
 def test_beside_flash_attention_4():
     rows, _ = read_csv(DOCS_H100 / "attention_fa4.csv", bench_attention.Row)
     tflops = {(row.mode, row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows}
