@@ -22,6 +22,10 @@ from .packed import token_shape
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
 # columns 1 GB of traffic a time.
 CHUNK_BYTES = 512 * 2**20
+# A gradient of the head's weights in bf16 is rounded with every chunk that is added: to twice eager's error after 8 chunks, 3 to 4 times
+# after 32. Of more than so many the sum is float32 until it is complete: 1.4 times, as each product is rounded, too. That takes 8 bytes
+# of traffic a weight and chunk more, and 4 of memory.
+FEW_CHUNKS = 8
 TILE_ROWS = 128  # of a matrix product, for which a tile with fewer rows is as much work
 
 
@@ -163,7 +167,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.zeros_like(hidden_states)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight)
+            few = labels.shape[0] <= FEW_CHUNKS * chunk_rows
+            grad_weight = torch.zeros_like(weight, dtype=weight.dtype if few else torch.promote_types(weight.dtype, torch.float32))
         loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         with torch.autocast(hidden_states.device.type, enabled=False):
             columns = weight.to(dtype)
@@ -177,6 +182,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     _add_product(grad_weight, logits.t(), x)
                 del logits  # or they would live beside the next ones
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         # Not as attributes: autograd gives these back once they have been used, however long the loss is kept.
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.labels = labels.shape[0]

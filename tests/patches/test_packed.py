@@ -261,6 +261,28 @@ def test_a_linear_head_has_its_gradients_computed_with_the_loss(case, cross_entr
         assert (ours.float() - truth).abs().max() <= scale * (2e-2 if case in ("autocast", "bf16") else 1e-6)
 
 
+@pytest.mark.parametrize(("chunk", "most"), [(768, 1.2), (96, 2.1), (85, 1.4), (24, 1.4)], ids=("1", "8", "10", "32"))
+def test_the_gradient_of_the_head_is_nearly_as_exact_as_eagers_in_any_number_of_chunks(chunk, most, monkeypatch):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(32, 160, bias=False, dtype=torch.bfloat16)
+    hidden_states, labels, rows = torch.randn(1, 768, 32, dtype=torch.bfloat16), torch.randint(0, 160, (768,)), torch.arange(768)
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 160 * chunk)
+
+    def error(gradient):
+        return ((gradient.double() - truth).norm() / truth.norm()).item()
+
+    def gradient(head, loss):
+        return torch.autograd.grad(loss(head), head.weight)[0]
+
+    def eager(head):
+        logits = head(hidden_states[0].to(head.weight.dtype))
+        return F.cross_entropy(logits.double() if logits.dtype == torch.float64 else logits.float(), labels)
+
+    truth = gradient(copy.deepcopy(head).double(), eager)
+    ours = gradient(head, lambda head: packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, 160))
+    assert error(ours) <= most * error(gradient(head, eager))
+
+
 def test_a_chunk_is_whole_tiles_where_it_holds_one(monkeypatch):
     rows = {}
     for megabytes in (0, 1, 512):
