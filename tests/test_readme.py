@@ -54,16 +54,19 @@ def test_how_far_ahead(mode, title):
         assert f"{100 - row.percent_of_best_rival:.0f} % behind at d {row.head_dim}" in sentence
 
 
-def test_how_far_ahead_of_flash_attention_2():
+def backward_tflops():
     rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
-    tflops = {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
+    return {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
+
+
+def test_how_far_ahead_of_flash_attention_2():
+    tflops = backward_tflops()
     times = [ours / tflops[(*point, "sdpa flash")] for (*point, provider), ours in tflops.items() if provider == "hf_flash2 sm90"]
     assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in README
 
 
 def test_what_deterministic_mode_keeps():
-    rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
-    tflops = {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
+    tflops = backward_tflops()
     kept: dict[bool, list[float]] = {False: [], True: []}
     for (head_dim, *point, provider), ours in tflops.items():
         if provider == "hf_flash2 sm90 deterministic":

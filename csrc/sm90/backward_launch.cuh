@@ -141,11 +141,11 @@ template <typename Shape>
 TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, int computing) {
   const HfFlash2ForwardParams& forward = params.forward;
   const auto heads_of_rounds = [&](double n) { return std::max(1, static_cast<int>(n * computing / std::max(1, key_blocks))); };
-  const auto few_of_groups = [&](int heads) {
-    return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads) / 8));
-  };
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   int heads_at_once = heads_of_rounds(1), together = 1;
+  const auto few_groups = [&] {
+    return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads_at_once) / 8));
+  };
   if (params.deterministic) {
     const bool descends = forward.window_right >= 0;
     order = descends ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
@@ -154,13 +154,13 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   } else if (parts == forward.heads_q && !counted) {
     constexpr int kFewKeyBlocks = 8;
     heads_at_once = heads_of_rounds(key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
-    together = std::max(static_cast<int>(ceil_div(heads_of_rounds(2), heads_at_once)), few_of_groups(heads_at_once));
+    together = std::max(static_cast<int>(ceil_div(heads_of_rounds(2), heads_at_once)), few_groups());
   } else {
     const int64_t query_heads =
         heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
     heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_at_once);
     if (Shape::kHeadDim <= 128 && !counted && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
-    if (int64_t{heads_at_once} * key_blocks <= computing) together = few_of_groups(heads_at_once);
+    if (int64_t{heads_at_once} * key_blocks <= computing) together = few_groups();
   }
   return TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
 }

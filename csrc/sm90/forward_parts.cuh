@@ -62,9 +62,7 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t task(int tile) const {
     return out(0) + Shape::kOutBytes + tile % Shape::kTasks * ForwardTask::kBytes;
   }
-  __device__ __forceinline__ uint32_t barrier(int i) const {
-    return out(0) + Shape::kOutBytes + Shape::kTasks * ForwardTask::kBytes + i * 8;
-  }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return task(Shape::kTasks - 1) + ForwardTask::kBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full(int tile) const { return barrier(tile % kQueryStages); }
   __device__ __forceinline__ uint32_t q_full(int tile) const { return barrier(kQueryStages + tile % kQueryStages); }
   __device__ __forceinline__ uint32_t q_empty(int tile) const { return barrier(2 * kQueryStages + tile % kQueryStages); }
