@@ -5,10 +5,11 @@
 namespace hf_flash2 {
 
 // The next kernel may begin as soon as every block of this one has got here, or has ended, and leaves room. What it may read is another
-// matter: see below.
+// matter: see below. Where every block has waited for the kernel before this one first, all that it wrote, and what of it this one has changed by
+// semaphores.
 __device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the kernel before has ended; all it wrote can be seen. By every block of a kernel that is launched early, whether or not it
+// Waits until the kernel before has ended; all it wrote can be seen. By at least one block of a kernel that is launched early, whether or not it
 // reads anything of the kernel before: the end of this kernel tells those behind it that both have ended.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

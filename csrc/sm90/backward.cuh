@@ -136,11 +136,12 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     }
   };
   wait_for_kernel_before();  // it clears the semaphores
+  let_next_kernel_begin();   // which may read them at once
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
     task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(task, query_block, tile); });
     if (elected) {
       pass_turn();
-      if (Shape::kRounds && task.q.length > 0) {  // for who waits for all tasks of a part
+      if (task.q.length > 0) {  // for has_ended()
         bulk_wait_all();
         bulk_global_fence();
         semaphore_pass(workspace.semaphore(task.first_tile, 1));
@@ -309,7 +310,6 @@ template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
-  let_next_kernel_begin();
   if constexpr (Shape::kRounds) {
     if (blockIdx.x >= arguments.task_blocks) return round_beside_tasks<Shape, T>(arguments, shared.base);
   }

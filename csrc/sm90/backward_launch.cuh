@@ -102,13 +102,14 @@ struct BackwardPlan {
   }
 };
 
-// The order of tasks. parts: key heads, or splits of their groups; counted: only the device knows the key blocks there are; computing: tasks at
-// once.
+// The order of tasks. parts: key heads, or splits of their groups; counted: only the device knows the key blocks there are; rounds: some thread
+// blocks round dQ beside; computing: tasks at once.
 //
 // A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries, and long tasks go first, inside
 // groups of heads. Short ones load and write as much of K, V, dK and dV as long ones: many of them at once wait for memory, while the long ones
 // do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last two
-// rounds are one group, as short ones are left for the end; of long heads the last three, as each multiprocessor then has one of the last, and
+// rounds are one group, as short ones are left for the end; the last only, if multiprocessors that have no task left find something to convert
+// (convert_kernel), which the last group is not. Of long heads the last three, as each multiprocessor then has one of the last, and
 // those that come late, as no two tasks take the same time, have the others wait. Of few groups fewer, as L2 holds less of what these heads read
 // and add.
 // PERF: one H100, causal at 512, 1k, 1.5k, 2k, 4k, 8k, TFLOP/s, groups of 16 heads, or what L2 holds, or a round of tasks -> a quarter of a
@@ -116,15 +117,19 @@ struct BackwardPlan {
 // 535 572 -> 230 374 454 483 539 572, d 192 at 1k 291 -> 300, d 256 at 512, 1k 178 295 -> 182 304, above and at 16k level; d 128 at 12k 588 ->
 // 578, d 96 440 -> 447. Half a round: d 96 and 128 at 512, 1k 202 314 235 378, at 2k and 4k 1 % slower. Without the last rounds as one group: d
 // 128 at 512, 1k 225 369. One H200, the last three of 16 heads: at 16k 620 -> 644, at 12k 586 -> 599.
-// Where a task has several query heads, or only the device knows the key blocks there are (then groups are those of one sequence), it pays less,
-// and the end, or what L2 holds, counts for more: groups of 16 query heads, fewer where L2 does not hold their Q, dO and dQ, at least a round of
-// tasks; of one head, to d 128, where it has a task for nearly every multiprocessor; and the last are one group if they are no more than a round
-// each.
-// PERF: these -> as above, one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k: d 64 311 437 500, 239 417 527 -> 310 424 489, 278 419 496; d
-// 128 345 482 545, 314 458 552 -> 335 484 553, 312 455 557; d 192 300 413 432, 292 414 487 -> 281 400 475, 271 395 472. Filled to 30 %, d 128, in
-// groups of 4 heads: padded at 1k, 2k, 4k 153 288 413 -> 147 281 403, packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at
-// 16k, d 128, batch 1 and 2: 618 584 -> 629 623; the last as one group, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623,
-// of which 0 to 2 % are shares which leave L2 first.
+// PERF: the last two rounds as one group -> the last, one H100, batch 1, 16 heads at 1k, 2k, 4k, d 64 216 369 491 -> 222 381 515, d 128 291 447 563
+// -> 304 456 584; batch 2, d 128, 64 heads at 512 206 -> 211, 32 at 1k 327 -> 331.
+// Where a task has several query heads, at d 96 and 128, a little more than the last round is one group, if there are three.
+// PERF: groups of 16 query heads (below) -> a quarter of a round, one H100, 64/8 heads at 1k, 2k, 4k, 32/8 at 1k, 2k, 4k, 16/2 at 4k, d 128 360 489
+// 535 326 467 562 560 -> 360 495 548 331 482 571 568, with the last round as one group 361 496 548 331 465 560 546; d 96 275 373 415 255 359 427
+// 425 -> 273 375 426 257 363 436 423.
+// Else, or where only the device knows the key blocks there are (then groups are those of one sequence), it pays less, and the end, or what L2
+// holds, counts for more: groups of 16 query heads, fewer where L2 does not hold their Q, dO and dQ, at least a round of tasks; of one head, to d
+// 128, where it has a task for nearly every multiprocessor; and the last are one group if they are no more than a round each.
+// PERF: these -> as above, one H100, 64/8 and 32/8 heads, batch 2, at 2k, 4k, d 64 455 510 437 527 -> 441 504 437 500; at 1k, 2k, 4k, d 192 300 413
+// 432, 292 414 487 -> 281 400 475, 271 395 472. Filled to 30 %, d 128, in groups of 4 heads: padded at 1k, 2k, 4k 153 288 413 -> 147 281 403,
+// packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at 16k, d 128, batch 1 and 2: 618 584 -> 629 623; the last as one group,
+// 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623, of which 0 to 2 % are shares which leave L2 first.
 //
 // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by themselves.
 // Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at once, nobody waits. One
@@ -138,7 +143,7 @@ struct BackwardPlan {
 // With all keys, blocks of two rounds in turn wait less for each other: one H200, d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486 522, d
 // 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
 template <typename Shape>
-TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, int computing) {
+TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, bool rounds, int computing) {
   const HfFlash2ForwardParams& forward = params.forward;
   const auto heads_of_rounds = [&](double n) { return std::max(1, static_cast<int>(n * computing / std::max(1, key_blocks))); };
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
@@ -151,10 +156,12 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
     order = descends ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     if (descends && Shape::kHeadDim > 64) heads_at_once = 1;
     if (!descends && Shape::kHeadDim != 128) heads_at_once = heads_of_rounds(2);
-  } else if (parts == forward.heads_q && !counted) {
+  } else if (!counted && (parts == forward.heads_q || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
     constexpr int kFewKeyBlocks = 8;
-    heads_at_once = heads_of_rounds(key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
-    together = std::max(static_cast<int>(ceil_div(heads_of_rounds(2), heads_at_once)), few_groups());
+    const bool one_head = parts == forward.heads_q;  // a task
+    const double last_rounds = !Shape::kTellsEnds || rounds ? 2 : one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
+    heads_at_once = heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
+    together = std::max(static_cast<int>(ceil_div(heads_of_rounds(last_rounds), heads_at_once)), few_groups());
   } else {
     const int64_t query_heads =
         heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
@@ -163,6 +170,13 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
     if (int64_t{heads_at_once} * key_blocks <= computing) together = few_groups();
   }
   return TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
+}
+
+// Of the heads of an order, as it counts them, the first so many that have probably no task left when the first of `computing` thread blocks finds
+// none any more: not those of the last group, nor any that have tasks at once at the end. At least so many come last whatever the order.
+inline int count_early_heads(const TileScheduler& scheduler, int computing, int last_heads) {
+  const int at_once = static_cast<int>(ceil_div(computing, std::max(1, scheduler.blocks)));
+  return std::max(0, std::min(scheduler.last_group * scheduler.group, scheduler.heads - std::max(at_once, last_heads)));
 }
 
 // kInOrder: the kernel of deterministic mode.
@@ -185,7 +199,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
   const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
-  arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), computing);
+  arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
@@ -224,7 +238,10 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   compute(arguments, arguments.task_blocks, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start, most_shared_bytes);
   const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
-  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks};
+  const bool asks = Shape::kTellsEnds && start == Start::kEarly;
+  const int early_heads = asks ? count_early_heads(arguments.scheduler, computing, arguments.counts_units() ? parts : 1) : 0;
+  const int early_blocks = static_cast<int>(query_blocks / std::max(1, arguments.scheduler.heads) * early_heads);
+  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, asks};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start);
 }

@@ -3,6 +3,7 @@
 #include "attention/mask.cuh"
 #include "attention/workspace.cuh"
 #include "device/cluster.cuh"
+#include "device/semaphore.cuh"
 #include "device/shared_memory.cuh"
 #include "sm90/scheduler.h"
 #include "tiles.h"
@@ -91,12 +92,26 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
+  static constexpr bool kTellsEnds = kHeadDim <= 128;  // of tasks, when what they add to dQ can be seen: has_ended()
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = kCluster > 1 ? 40 : 24;  // with 24 the loader of a cluster spills 200 to 340 bytes
   static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
   static_assert(kLoaderRegisters * 128 + kConsumerRegisters * kConsumerThreads <= 65536 / kThreads / 8 * 8 * kThreads,
                 "what a block has got at its launch; to take more hangs");
 };
+
+// Whether no task will add to the dQ of a query head any more: those of its part have all said that they have ended. Then what they have added can
+// be seen. Before the end of the kernel that computes, in one that begins early, it may be asked because that lets the next begin only when the
+// kernel before it has cleared the semaphores.
+template <typename Shape>
+__device__ __forceinline__ bool has_ended(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int batch, int head) {
+  const HfFlash2ForwardParams& forward = params.forward;
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  const int heads_of_part = forward.heads_q / (forward.heads_k * static_cast<int>(shares.splits.divisor));
+  const int64_t first_tile = workspace.first_block(forward, batch, head / heads_of_part * heads_of_part, Shape::kBlockM);
+  const int keys = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length;
+  return semaphore_read(workspace.semaphore(first_tile, 1)) >= (keys + Shape::kBlockN - 1) / Shape::kBlockN;
+}
 
 // A key block of a key head, and the query blocks that see it, of all query heads that share the key head or of a split of them.
 struct BackwardTask {

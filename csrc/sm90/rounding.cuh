@@ -42,10 +42,7 @@ struct RoundingChunk {
     if (!found.here) return found;
 
     if constexpr (kBeside) {
-      const Sequence k = find_sequence(forward.sequences_k, forward.batch, at.batch, forward.max_seqlen_k);
-      const int heads = forward.heads_q / (forward.heads_k * static_cast<int>(arguments.shares.splits.divisor));  // of a part: BackwardTask
-      const int64_t first_tile = workspace.first_block(forward, at.batch, at.head / heads * heads, Shape::kBlockM);
-      found.done = semaphore_read(workspace.semaphore(first_tile, 1)) >= (k.length + Shape::kBlockN - 1) / Shape::kBlockN;
+      found.done = has_ended<Shape>(arguments.params, arguments.shares, at.batch, at.head);
     } else {
       found.here = chunk >= workspace.rounded[chunk % (arguments.rounding_blocks * Sizes::kWarps)];
     }
@@ -168,6 +165,7 @@ __device__ __forceinline__ void round_beside_tasks(const BackwardArguments& argu
   Rounder<Shape, T> rounder(arguments, base, blockIdx.x - arguments.task_blocks, arguments.rounding_blocks);
   const int number = rounder.chunk;
   wait_for_kernel_before();  // it clears the semaphores
+  let_next_kernel_begin();
   for (int look = 0; look < kMostLooks && rounder.has_more(); ++look) {
     if (!__all_sync(0xffffffffu, semaphore_read(workspace.next_unit) < tasks)) break;
     if (rounder.template round<true>(kMostAtOnce))

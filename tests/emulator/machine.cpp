@@ -35,6 +35,9 @@ struct Machine {
   const void* kernel;
   void** arguments;
   bool early;
+  bool waited;              // some block, for the kernel before
+  bool let_next_too_early;  // or let the next kernel begin when it had not
+  bool older_ended;         // the kernel before let this one begin, if early, when the one before itself had ended
   std::string error;
 
   std::unique_ptr<Block> take_spare() {
@@ -78,7 +81,6 @@ void thread_main() {
   --fiber.block->live;
   if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
   if (fiber.block->live == 0) {
-    check_kernel_before("the end of the block");
     check_visits(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
@@ -335,6 +337,7 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   if (cluster == 2 && block.x > kMaxThreads / 2) return "the emulator wants at most 512 threads in a block of a cluster";
   grid_size = grid, block_size = block;
   machine.kernel = kernel, machine.arguments = arguments, machine.early = early;
+  machine.waited = !early, machine.older_ended = !machine.let_next_too_early, machine.let_next_too_early = false;
   machine.random = schedule.seed * 2654435761u | 1;
   machine.error.clear();
   unsigned started = 0;
@@ -351,7 +354,7 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
         }
         for (int rank = 0; rank < cluster; ++rank) begin_clocks(**(machine.blocks.end() - 1 - rank));
       }
-      if (machine.blocks.empty()) return "";
+      if (machine.blocks.empty()) return machine.waited ? "" : "the end of the kernel before griddepcontrol.wait, which was launched early";
       machine.warp = nullptr;
       Fiber& first = next();
       current = &first;
@@ -372,7 +375,24 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   }
 }
 
-void wait_for_kernel_before() { self().block->after_kernel_before = true; }
+void wait_for_kernel_before() { self().block->after_kernel_before = machine.waited = true; }
+
+void let_next_kernel_begin() {
+  if (!self().block->after_kernel_before) machine.let_next_too_early = true;
+}
+
+bool reads_of_the_past() {
+  if (self().block->after_kernel_before) return false;
+  if (!machine.older_ended) check_kernel_before("ld.acquire");
+  switch ((grid_size.x + schedule.seed) % 3) {  // the same every time
+    case 0:
+      return true;
+    case 1:
+      return false;
+    default:
+      return machine.draw() % 2 == 0;
+  }
+}
 
 void check_kernel_before(const char* access) {
   if (!self().block->after_kernel_before) fail("%s before griddepcontrol.wait, in a kernel that was launched early", access);

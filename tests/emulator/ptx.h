@@ -68,7 +68,10 @@ inline void rcp_approx_ftz_f32(float& y, float x) { y = 1.f / x; }
 
 inline void ld_global_nc_u8(uint32_t& value, const uint8_t* address) { value = *address; }
 inline void ld_acquire_gpu_global_s32(int& value, const int* address) {
-  check_kernel_before("ld.acquire");
+  if (reads_of_the_past()) {
+    value = 0;
+    return;
+  }
   wait_for_change(address);
   value = *address;
   note_acquire();
@@ -274,7 +277,7 @@ inline void fence_proxy_async_shared__cta() { proxy_fence(); }
 inline void fence_proxy_async() { proxy_fence(), global_proxy_fence(); }
 inline void fence_proxy_async_global() { global_proxy_fence(); }
 inline void griddepcontrol_wait() { wait_for_kernel_before(); }
-inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_launch_dependents() { let_next_kernel_begin(); }
 inline void elect_sync(uint32_t& lane, bool& elected, uint32_t) {
   collective("elect.sync", nullptr, nullptr);
   lane = 0, elected = current->lane == 0;
