@@ -28,11 +28,16 @@ namespace hf_flash2::sm90 {
 // whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
 // 142, as the later waits some 4 us for memory. With splits, blocks that round dQ beside, 1, 2, 3, 4 of them: 64/8 at 4k 570 -> 565 569 566 561, at
 // 1k 390 -> 372 376 378 379, as the main kernel takes 74 us more of the 90 that the last one saves.
-inline int choose_group_splits(const HfFlash2ForwardParams& params, int block_m, int block_n, int multiprocessors) {
+// In deterministic mode, below a diagonal, the long tasks of a head come last (choose_order): each has one query head.
+// PERF: one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k, deterministic: d 128 309 437 495, 254 391 480 -> 315 448 525, 274 416 512; d 96 236
+// 326 379, 195 297 374 -> 248 348 398, 217 321 398; d 64 248 356 447, 217 309 420 -> 270 401 478, 232 366 483.
+inline int choose_group_splits(const HfFlash2BackwardParams& backward, int block_m, int block_n, int multiprocessors) {
+  const HfFlash2ForwardParams& params = backward.forward;
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
   constexpr int kLongTask = 1024, kMostShares = 4;  // kMostShares: for most_heads' sake
   const int most_heads = params.head_dim > 64 && params.head_dim <= 128 ? 2 : 4;
   const int group = params.heads_q / params.heads_k;
+  if (backward.deterministic && params.window_right >= 0 && params.head_dim <= 128) return group;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const int64_t key_blocks = packed ? ceil_div(params.total_k, block_n) : params.batch * ceil_div(params.max_seqlen_k, block_n);
   const double tasks = static_cast<double>(key_blocks * params.heads_k) / multiprocessors;  // for each of them
@@ -87,11 +92,12 @@ struct BackwardPlan {
   int64_t workspace_bytes;
 
   template <typename Shape>
-  static BackwardPlan make(const HfFlash2ForwardParams& params) {
+  static BackwardPlan make(const HfFlash2BackwardParams& backward) {
+    const HfFlash2ForwardParams& params = backward.forward;
     BackwardPlan plan;
     const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
     check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
-    plan.splits = choose_group_splits(params, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
+    plan.splits = choose_group_splits(backward, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
     plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
@@ -184,7 +190,7 @@ template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(const HfFlash2BackwardParams& params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const bool packed = forward.sequences_q.cu_seqlens != nullptr;
-  const BackwardPlan plan = BackwardPlan::make<Shape>(forward);
+  const BackwardPlan plan = BackwardPlan::make<Shape>(params);
   const int tokens_q = packed ? forward.total_q : forward.max_seqlen_q, tokens_k = packed ? forward.total_k : forward.max_seqlen_k;
   const int batch = packed ? 1 : forward.batch;
 
@@ -262,7 +268,7 @@ auto with_backward_shape(const HfFlash2ForwardParams& params, const F& f) {
 template <int kHeadDim, typename T>
 int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
   return with_backward_shape<kHeadDim>(params.forward,
-                                       [&](auto shape) { return BackwardPlan::make<decltype(shape)>(params.forward).workspace_bytes; });
+                                       [&](auto shape) { return BackwardPlan::make<decltype(shape)>(params).workspace_bytes; });
 }
 
 template <int kHeadDim, typename T>
