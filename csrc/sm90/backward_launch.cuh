@@ -28,16 +28,16 @@ namespace hf_flash2::sm90 {
 // whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
 // 142, as the later waits some 4 us for memory. With splits, blocks that round dQ beside, 1, 2, 3, 4 of them: 64/8 at 4k 570 -> 565 569 566 561, at
 // 1k 390 -> 372 376 378 379, as the main kernel takes 74 us more of the 90 that the last one saves.
-// In deterministic mode, below a diagonal, the long tasks of a head come last (choose_order): each has one query head.
+// In order (deterministic mode), below a diagonal, the long tasks of a head come last (choose_order): each has one query head.
 // PERF: one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k, deterministic: d 128 309 437 495, 254 391 480 -> 315 448 525, 274 416 512; d 96 236
-// 326 379, 195 297 374 -> 248 348 398, 217 321 398; d 64 248 356 447, 217 309 420 -> 270 401 478, 232 366 483.
-inline int choose_group_splits(const HfFlash2BackwardParams& backward, int block_m, int block_n, int multiprocessors) {
-  const HfFlash2ForwardParams& params = backward.forward;
+// 326 379, 195 297 374 -> 248 348 398, 217 321 398; d 64 248 356 447, 217 309 420 -> 270 401 478, 232 366 483; 32/8 heads, d 256 232 314 353 -> 286
+// 405 458, d 192 230 333 396 -> 274 394 453.
+inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_order, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
   constexpr int kLongTask = 1024, kMostShares = 4;  // kMostShares: for most_heads' sake
   const int most_heads = params.head_dim > 64 && params.head_dim <= 128 ? 2 : 4;
   const int group = params.heads_q / params.heads_k;
-  if (backward.deterministic && params.window_right >= 0 && params.head_dim <= 128) return group;
+  if (in_order && params.window_right >= 0) return group;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const int64_t key_blocks = packed ? ceil_div(params.total_k, block_n) : params.batch * ceil_div(params.max_seqlen_k, block_n);
   const double tasks = static_cast<double>(key_blocks * params.heads_k) / multiprocessors;  // for each of them
@@ -84,8 +84,28 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, i
   return std::min(kMost, static_cast<int>(std::lround(kRoundingTime * multiprocessors / key_blocks)));
 }
 
+// Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that. Above head dim 128 nothing need clear the
+// accumulator then, and the last kernel begins with the tiles that all have added to; but they wait for each other, the longer a head is, and the
+// more of them work on one. So: for short sequences, where each cluster has a head, and where a task has one (else their splits would cost more).
+// PERF: one H100, 16k tokens, hidden size 2048, at 128, 256, 512, 768, 1k, 1.5k, 2k, 4k, TFLOP/s: causal d 256 49 98 180 252 306 372 411 477 -> 65
+// 123 215 280 327 388 425 470, d 192 50 97 178 248 302 367 407 483 -> 65 120 206 270 315 377 414 473, 192/128 56 108 198 275 335 404 443 516 -> 77
+// 139 235 304 354 416 449 516; full d 256 99 181 302 373 415 460 -> 130 191 312 384 413 462, d 192 100 182 310 380 416 456 -> 129 201 322 388 412
+// 462, 192/128 112 200 342 418 458 -> 153 241 371 434 465. Filled to 30 %, d 256, to 512, 1k, 2k, padded 19 16 6 % faster, packed 18 12 7. 32
+// heads, batch 1 and 2, d 256 at 1k 267 291 -> 264 307, d 192 262 283 -> 251 291. 32/8 heads, batch 2 at 1k, 2k, d 256 279 403 -> 286 404, d 192
+// 291 416 -> 275 394.
+template <typename Shape>
+bool is_faster_in_order(const HfFlash2ForwardParams& params) {
+  constexpr int kShort = 2048, kShortFull = 768;
+  const bool full = params.window_left < 0 && params.window_right < 0;
+  if (Shape::kHeadDim <= 128 || params.heads_q != params.heads_k || !(full || is_triangular(params))) return false;
+  const bool is_short = std::max(params.max_seqlen_q, params.max_seqlen_k) <= (full ? kShortFull : kShort);
+  const int clusters = multiprocessors(params.device) / Shape::kCluster;
+  return is_short && int64_t{16} * params.heads_q * params.batch >= int64_t{15} * clusters;
+}
+
 // What is decided from shapes alone.
 struct BackwardPlan {
+  bool in_order;       // key blocks add to a tile of dQ one after the other
   int splits;          // of a group's query heads
   int64_t key_blocks;  // of one head, over all sequences: KeyGradientShares::blocks
   int64_t shares_at;   // bytes of the workspace before the shares of dK and dV
@@ -95,9 +115,10 @@ struct BackwardPlan {
   static BackwardPlan make(const HfFlash2BackwardParams& backward) {
     const HfFlash2ForwardParams& params = backward.forward;
     BackwardPlan plan;
+    plan.in_order = backward.deterministic || is_faster_in_order<Shape>(params);
     const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
     check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
-    plan.splits = choose_group_splits(backward, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
+    plan.splits = choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
     plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
@@ -187,10 +208,11 @@ inline int count_early_heads(const TileScheduler& scheduler, int computing, int 
 
 // kInOrder: the kernel of deterministic mode.
 template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
-void launch_backward(const HfFlash2BackwardParams& params) {
+void launch_backward(HfFlash2BackwardParams params) {
   const HfFlash2ForwardParams& forward = params.forward;
   const bool packed = forward.sequences_q.cu_seqlens != nullptr;
   const BackwardPlan plan = BackwardPlan::make<Shape>(params);
+  params.deterministic = plan.in_order;
   const int tokens_q = packed ? forward.total_q : forward.max_seqlen_q, tokens_k = packed ? forward.total_k : forward.max_seqlen_k;
   const int batch = packed ? 1 : forward.batch;
 
@@ -244,7 +266,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   compute(arguments, arguments.task_blocks, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start, most_shared_bytes);
   const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
-  const bool asks = Shape::kTellsEnds && start == Start::kEarly;
+  const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
   const int early_heads = asks ? count_early_heads(arguments.scheduler, computing, arguments.counts_units() ? parts : 1) : 0;
   const int early_blocks = static_cast<int>(query_blocks / std::max(1, arguments.scheduler.heads) * early_heads);
   const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, asks};

@@ -318,8 +318,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
   extern __shared__ __align__(1024) char memory[];
   const BackwardShared<Shape> shared{shared_address(memory)};
   const int warp = warp_index() - Shape::kConsumerThreads / 32;  // behind the consumers: the loader, then one that keeps order for each
-  let_next_kernel_begin();
-
+  if constexpr (!Shape::kDeterministic) let_next_kernel_begin();
   shared.make_barriers(Shape::kDeterministic ? 2 : 0);
   if (threadIdx.x >= Shape::kConsumerThreads) {
     give_registers<Shape::kLoaderRegisters>();
@@ -327,6 +326,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_wide_kernel(const
       if (elect_one()) load_tasks<Shape>(arguments, shared);
     } else if (Shape::kDeterministic && (warp == 1 || warp == 2)) {
       wait_for_kernel_before();  // it clears the semaphores
+      let_next_kernel_begin();   // which may read them at once
       for_each_task(arguments, shared, [&](const BackwardTask& task) { keep_order<Shape>(arguments.params, task, warp - 1); });
     } else if (warp == 3) {
       clear_gradient_gaps(arguments, shared);
