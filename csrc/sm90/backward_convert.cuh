@@ -12,10 +12,10 @@ struct ConvertArguments {
   KeyGradientShares shares;
   int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
   int early_blocks;  // the first of these, by QueryBlock: probably no task will add to them when the last tasks still run
-  bool asks;         // which is asked (has_ended) by thread blocks that begin before all tasks have ended
+  bool asks;         // which thread blocks ask (has_ended, is_complete) that begin before all tasks have ended
 };
 
-// Deterministic mode above head dim 128: whether all key blocks that come to a tile have added to all parts of it, and passed on their turns.
+// In order, above head dim 128: whether all key blocks that come to a tile have added to all parts of it, and passed on their turns.
 template <typename Shape>
 __device__ __forceinline__ bool is_complete(const HfFlash2BackwardParams& params, const QueryBlock& at, int64_t tile) {
   const HfFlash2ForwardParams& forward = params.forward;
@@ -42,6 +42,7 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
+
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;

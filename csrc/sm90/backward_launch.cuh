@@ -1,5 +1,5 @@
-// Launch of the Hopper backward: preprocess, main kernel, conversion of the gradients; tensor maps, the order of key blocks, and whether the
-// query heads of a group are split among tasks.
+// Launch of the Hopper backward: preprocess, main kernel, conversion of the gradients; tensor maps, the order of key blocks, whether they keep it
+// at each tile of dQ, and whether the query heads of a group are split among tasks.
 #pragma once
 #include <cmath>
 
