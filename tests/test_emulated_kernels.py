@@ -354,6 +354,7 @@ GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a 
     "long unequal tasks": (((8, 1), 128, 2048, 2048, 1, True), 4),
     "long ones of 4 heads": (((4, 1), 128, 4096, 4096, 1, True), 2),
     "long ones of 2 heads": (((2, 1), 128, 4096, 4096, 1, True), 1),
+    "very long ones of 4 heads": (((4, 1), 128, 16384, 16384, 1, True), 4),
     "long ones of 16 heads": (((16, 1), 128, 4096, 4096, 1, True), 4),
     "long ones at another head dim": (((8, 1), 64, 4096, 4096, 1, True), 2),
     "and of 4 heads": (((4, 1), 256, 4096, 4096, 1, True), 1),

@@ -22,7 +22,8 @@ namespace hf_flash2::sm90 {
 // PERF: what splits bring, and that groups in launch order are at least a round (below). One H200, d 128, causal, batch 2, at 1k, 2k, 4k, 16k,
 // TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k:
 // 201 303 -> 275 396. Shares in T, not in fp32, and at d 128 two heads a task in place of four: 64/8 at 1k, 2k, 4k, 16k 353 469 493 570 -> 372
-// 498 518 582, 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads.
+// 498 518 582, 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads. One head
+// at 16k, one H100, 32/8 in two runs 615 608 -> 621 619; at 4k 551 -> 544.
 // Tried and left: all heads of a query block before the next, from the last block down, so that tasks stay together and L2 needs no splits:
 // 64/8 at 4k, 16k, in any number of splits, 4 to 20 % slower, full 17 %: all add to the same tiles at a time. Shares added in registers by
 // whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
@@ -34,8 +35,8 @@ namespace hf_flash2::sm90 {
 // 405 458, d 192 230 333 396 -> 274 394 453.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_order, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
-  constexpr int kLongTask = 1024, kMostShares = 4;  // kMostShares: for most_heads' sake
-  const int most_heads = params.head_dim > 64 && params.head_dim <= 128 ? 2 : 4;
+  constexpr int kLongTask = 1024, kVeryLongTask = 16384, kMostShares = 4;  // kMostShares: for most_heads' sake
+  const int most_heads = params.head_dim <= 64 || params.head_dim > 128 ? 4 : params.max_seqlen_q < kVeryLongTask ? 2 : 1;
   const int group = params.heads_q / params.heads_k;
   if (in_order && params.window_right >= 0) return group;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
