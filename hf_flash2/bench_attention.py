@@ -363,11 +363,11 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
         columns = [provider.name for provider in providers if any(provider.takes(point) for point in points)]
         print(format_header(columns, SHAPES[name]))
         measured: dict[Point | None, list[Row]] = {}
-        for point in points:
-            times = measure(point, [provider for provider in providers if provider.takes(point)], device, clock)
-            measured[point] = rows_of(point, times, measured.get(point.baseline, []))
-            rows += measured[point]
-            print(format_line(point, measured[point], columns), flush=True)
+        for _, together in itertools.groupby(points, key=lambda point: point.baseline or point):
+            for point, times in measure(list(together), providers, device, clock).items():
+                measured[point] = rows_of(point, times, measured.get(point.baseline, []))
+                rows += measured[point]
+                print(format_line(point, measured[point], columns), flush=True)
             if args.csv:
                 write_csv(args.csv, Row, rows, environment)
     if args.csv:
@@ -625,35 +625,45 @@ class CudaClock:
         return [start.elapsed_time(end) for start, end in queued]
 
 
-def measure(point: Point, providers: Iterable[Provider], device: torch.device, clock: CudaClock) -> dict[str, list[float]]:
-    """Milliseconds of every timed call by provider; one that cannot run the point is left out, with its reason on stderr."""
-    problem = Problem(point, device)
-    calls: dict[Provider, Callable[[], object]] = {}
+def measure(
+    points: Sequence[Point], providers: Sequence[Provider], device: torch.device, clock: CudaClock
+) -> dict[Point, dict[str, list[float]]]:
+    """Milliseconds of every timed call by point and provider, which take turns, call by call: a GPU is as fast as it is warm.
+
+    A provider that cannot run a point that it takes is left out there, with its reason on stderr.
+    """
+    problems = {point: Problem(point, device) for point in points}
+    calls: dict[tuple[Point, Provider], Callable[[], object]] = {}
     slowest = 0.0
-    for provider in providers:
+    for point, provider in itertools.product(points, providers):
+        if not provider.takes(point):
+            continue
         try:
             with forced(provider.family, provider.library):
-                call = timed_call(point.mode, provider.prepare(problem))
+                call = timed_call(point.mode, provider.prepare(problems[point]))
                 with families_that_ran() as ran:
                     for _ in range(WARM_UP_CALLS):
                         call()
                     slowest = max(slowest, *clock.milliseconds([clock.queue(call)]))
             if ran and provider.family not in ran:
                 raise RuntimeError(f"HF_FLASH2_FAMILY={provider.family} gave way to {', '.join(sorted(ran))}")
-            calls[provider] = call
+            calls[point, provider] = call
         except expected_errors(provider) as error:
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             print(f"{provider.name} left out at {point}: {reason}", file=sys.stderr)
-        if provider not in calls:
+        if (point, provider) not in calls:
             call = None
             release_memory(device)
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(MEASURED_MS / max(slowest, 1e-3))))
-    queued: dict[str, list] = {provider.name: [] for provider in calls}
+    queued: dict[tuple[Point, Provider], list] = {timed: [] for timed in calls}
     for _ in range(rounds):
-        for provider, call in calls.items():
+        for (point, provider), call in calls.items():
             with forced(provider.family, provider.library):
-                queued[provider.name].append(clock.queue(call))
-    return {name: clock.milliseconds(timings) for name, timings in queued.items()}
+                queued[point, provider].append(clock.queue(call))
+    times: dict[Point, dict[str, list[float]]] = {point: {} for point in points}
+    for (point, provider), timings in queued.items():
+        times[point][provider.name] = clock.milliseconds(timings)
+    return times
 
 
 def expected_errors(provider: Provider) -> tuple[type[Exception], ...]:

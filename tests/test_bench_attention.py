@@ -298,6 +298,10 @@ def few_calls(monkeypatch):
     monkeypatch.setattr(bench, "release_memory", lambda device: None)  # it goes through all objects of the test process, at every point
 
 
+def measure(point: bench.Point, providers: list[bench.Provider]) -> dict[str, list[float]]:
+    return bench.measure([point], providers, torch.device("cpu"), FakeClock())[point]
+
+
 def dense_provider(name: str, attend=None, family=None) -> bench.Provider:
     """Our dense attention under a name; or a function in the place of its call."""
 
@@ -310,8 +314,27 @@ def dense_provider(name: str, attend=None, family=None) -> bench.Provider:
 
 def test_providers_take_turns(few_calls):
     first, second = dense_provider("first"), dense_provider("second")
-    times = bench.measure(SMALL["dense"], [first, second], torch.device("cpu"), FakeClock())
+    times = measure(SMALL["dense"], [first, second])
     assert times == {"first": [3.0, 5.0, 7.0], "second": [4.0, 6.0, 8.0]}  # 1 and 2 went to the warm-up
+
+
+def test_points_take_turns_with_their_baseline(few_calls):
+    """They are compared: a GPU is as fast as it is warm. Those of another baseline come later."""
+    args = parse(
+        "--shapes", "window", "--seqlen", "64", "32", "--mode", "fwd", "--hidden-size", "16", "--head-dim", "16", "--window", "8", "24"
+    )
+    queued = []
+
+    class Recording(FakeClock):
+        def queue(self, call):
+            queued.append(call())
+            return super().queue(call)
+
+    provider = bench.Provider("ours", lambda problem: bench.Work(lambda: problem.point, (), problem.dout), ("dense", "window"), "sm90")
+    assert bench.benchmark(args, [provider], torch.device("cpu"), Recording()) == 0
+    points = list(bench.window(args))
+    assert [point.window for point in points] == [None, 8, 24] * 2
+    assert queued == points[:3] * (1 + bench.MIN_ROUNDS) + points[3:] * (1 + bench.MIN_ROUNDS)
 
 
 @pytest.mark.parametrize("error", (torch.OutOfMemoryError("no memory\nmore"), ValueError("no memory"), NotImplementedError("no memory")))
@@ -319,7 +342,7 @@ def test_one_that_cannot_run_is_left_out_with_its_reason(few_calls, capsys, erro
     def fails():
         raise error
 
-    times = bench.measure(SMALL["dense"], [dense_provider("broken", fails), dense_provider("good")], torch.device("cpu"), FakeClock())
+    times = measure(SMALL["dense"], [dense_provider("broken", fails), dense_provider("good")])
     assert list(times) == ["good"]
     assert capsys.readouterr().err == "broken left out at bwd d 32 heads 4/4 causal 2 x 64: no memory\n"
 
@@ -331,7 +354,7 @@ def test_what_is_wrong_with_ours_is_not_left_out(few_calls, capsys):
         raise LookupError("wrong")
 
     def times(family):
-        return bench.measure(SMALL["dense"], [dense_provider("broken", fails, family)], torch.device("cpu"), FakeClock())
+        return measure(SMALL["dense"], [dense_provider("broken", fails, family)])
 
     assert times(None) == {} and "broken left out" in capsys.readouterr().err
     with pytest.raises(LookupError, match="wrong"):
@@ -350,7 +373,7 @@ def test_a_family_that_gives_way_is_left_out(few_calls, capsys, monkeypatch, ran
         inputs[0].register_hook(lambda _: kernels.Layout.backward() and None)
         return work._replace(attend=lambda: bench.flash_attn_func(*inputs, causal=True), inputs=inputs)
 
-    times = bench.measure(SMALL["dense"], [bench.Provider("hopper", prepare, ("dense",), "sm90")], torch.device("cpu"), FakeClock())
+    times = measure(SMALL["dense"], [bench.Provider("hopper", prepare, ("dense",), "sm90")])
     assert list(times) == (["hopper"] if ran == "sm90" else [])
     assert ("HF_FLASH2_FAMILY=sm90 gave way to sm80" in capsys.readouterr().err) == (ran == "sm80")
     assert kernels.Layout.backward is original
@@ -395,7 +418,7 @@ def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
         return bench.Provider(name, prepare, ("dense",), library=library)
 
     point = dataclasses.replace(SMALL["dense"], mode="fwd")
-    bench.measure(point, [provider("now", None), provider("before", other)], torch.device("cpu"), FakeClock())
+    measure(point, [provider("now", None), provider("before", other)])
     assert set(called) == {("now", mine), ("before", other)}
     assert len(called) == 2 * (bench.WARM_UP_CALLS + 1 + bench.MIN_ROUNDS)
 
