@@ -30,7 +30,7 @@ FAULTS = {
     "diverged warp": "while other lanes of the warp are in",
     "outside shared": "is outside the 16400 bytes of the block",
     "misaligned": "must be aligned to 16 bytes",
-    "no kernel wait": "the end of the kernel before griddepcontrol.wait",
+    "no kernel wait": "(after a semaphore of the past, the end of the block|the end of the kernel) before griddepcontrol.wait",
     "early access": "ld.acquire before griddepcontrol.wait",
     "no read wait": "ends before a bulk copy has read its shared memory",
     "no product barrier": r"a race: warp \d reads shared address 0x\w+, which warp \d wrote, with no barrier between",

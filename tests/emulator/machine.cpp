@@ -81,6 +81,7 @@ void thread_main() {
   --fiber.block->live;
   if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
   if (fiber.block->live == 0) {
+    if (fiber.block->told_to_wait) check_kernel_before("after a semaphore of the past, the end of the block");
     check_visits(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
@@ -105,7 +106,7 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   const int threads = block_size.x;
   block.index = {number, 0, 0};
   block.live = threads;
-  block.after_kernel_before = !machine.early;
+  block.after_kernel_before = !machine.early, block.told_to_wait = false;
   block.warps.assign(threads / kLanes, Warp{});
   block.barriers = {};
   block.groups.assign((block.warps.size() + kWarpsPerGroup - 1) / kWarpsPerGroup, Warpgroup{});
@@ -381,17 +382,14 @@ void let_next_kernel_begin() {
   if (!self().block->after_kernel_before) machine.let_next_too_early = true;
 }
 
-bool reads_of_the_past() {
-  if (self().block->after_kernel_before) return false;
+bool reads_of_the_past(const int32_t* semaphore) {
+  Block& block = *self().block;
+  if (block.after_kernel_before) return false;
   if (!machine.older_ended) check_kernel_before("ld.acquire");
-  switch ((grid_size.x + schedule.seed) % 3) {  // the same every time
-    case 0:
-      return true;
-    case 1:
-      return false;
-    default:
-      return machine.draw() % 2 == 0;
-  }
+  const unsigned which = (grid_size.x + schedule.seed) % 3;  // the same every time
+  const bool past = *semaphore != 0 && (which == 0 || (which == 1 && machine.draw() % 2 == 0));
+  block.told_to_wait |= past;
+  return past;
 }
 
 void check_kernel_before(const char* access) {
