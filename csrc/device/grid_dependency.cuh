@@ -9,8 +9,9 @@ namespace hf_flash2 {
 // semaphores.
 __device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the kernel before has ended; all it wrote can be seen. By at least one block of a kernel that is launched early, whether or not it
-// reads anything of the kernel before: the end of this kernel tells those behind it that both have ended.
+// Waits until the kernel before has ended; all it wrote can be seen. By every block of a kernel that is launched early, whether or not it
+// reads anything of the kernel before: the end of this kernel tells those behind it that both have ended. Where blocks ask semaphores what they
+// may read, by those that may not yet, and at least one.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace hf_flash2

@@ -36,6 +36,7 @@ enum Fault {
   kOutsideShared,     // an address behind the shared memory of the block
   kMisaligned,        //
   kNoKernelWait,      // the kernel, which is launched early, ends without a wait for the one before
+  kUnheeded,          // the same, of a kernel that reads a semaphore first
   kEarlyAccess,       // or reads a semaphore before that wait, and the one before has let it begin before it had waited itself
   kNoReadWait,        // a thread ends while the copy engine still has to read its shared memory
   kNoProductBarrier,  // wgmma reads what other warps have stored, and no barrier says that they have
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   const Fault fault = arguments.fault;
   const uint32_t sA = shared_address(memory), sB = sA + kTileBytes, b_full = sB + kTileBytes;
   const int thread = threadIdx.x, lane = thread % 32;
-  semaphore_read(semaphore_of(arguments));
-  if (fault != kNoKernelWait) wait_for_kernel_before();
+  if (fault != kNoKernelWait) semaphore_read(semaphore_of(arguments));
+  if (fault != kNoKernelWait && fault != kUnheeded) wait_for_kernel_before();
   if (thread == 0) {
     mbarrier_init(b_full, 1);
     mbarrier_init_fence();

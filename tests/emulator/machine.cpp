@@ -36,7 +36,9 @@ struct Machine {
   void** arguments;
   bool early;
   bool waited;              // some block, for the kernel before
-  bool let_next_too_early;  // or let the next kernel begin when it had not
+  bool ended_unwaited;      // some block, without that wait,
+  bool asked;               // or it read a semaphore before it
+  bool let_next_too_early;  // or let the next kernel begin before it
   bool older_ended;         // the kernel before let this one begin, if early, when the one before itself had ended
   std::string error;
 
@@ -82,6 +84,7 @@ void thread_main() {
   if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
   if (fiber.block->live == 0) {
     if (fiber.block->told_to_wait) check_kernel_before("after a semaphore of the past, the end of the block");
+    machine.ended_unwaited |= !fiber.block->after_kernel_before;
     check_visits(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
@@ -338,7 +341,8 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   if (cluster == 2 && block.x > kMaxThreads / 2) return "the emulator wants at most 512 threads in a block of a cluster";
   grid_size = grid, block_size = block;
   machine.kernel = kernel, machine.arguments = arguments, machine.early = early;
-  machine.waited = !early, machine.older_ended = !machine.let_next_too_early, machine.let_next_too_early = false;
+  machine.older_ended = !machine.let_next_too_early;
+  machine.waited = !early, machine.ended_unwaited = machine.asked = machine.let_next_too_early = false;
   machine.random = schedule.seed * 2654435761u | 1;
   machine.error.clear();
   unsigned started = 0;
@@ -355,7 +359,11 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
         }
         for (int rank = 0; rank < cluster; ++rank) begin_clocks(**(machine.blocks.end() - 1 - rank));
       }
-      if (machine.blocks.empty()) return machine.waited ? "" : "the end of the kernel before griddepcontrol.wait, which was launched early";
+      if (machine.blocks.empty()) {
+        if (machine.ended_unwaited && !machine.asked)
+          return "the end of the block before griddepcontrol.wait, in a kernel that was launched early";
+        return machine.waited ? "" : "the end of the kernel before griddepcontrol.wait, which was launched early";
+      }
       machine.warp = nullptr;
       Fiber& first = next();
       current = &first;
@@ -388,7 +396,7 @@ bool reads_of_the_past(const int32_t* semaphore) {
   if (!machine.older_ended) check_kernel_before("ld.acquire");
   const unsigned which = (grid_size.x + schedule.seed) % 3;  // the same every time
   const bool past = *semaphore != 0 && (which == 0 || (which == 1 && machine.draw() % 2 == 0));
-  block.told_to_wait |= past;
+  machine.asked = true, block.told_to_wait |= past;
   return past;
 }
 
