@@ -17,14 +17,11 @@ struct ConvertArguments {
 
 // In order, above head dim 128: whether all key blocks that come to a tile have added to all parts of it, and passed on their turns.
 template <typename Shape>
-__device__ __forceinline__ bool is_complete(const HfFlash2BackwardParams& params, const QueryBlock& at, int64_t tile) {
-  const HfFlash2ForwardParams& forward = params.forward;
-  const Sequence q = find_sequence(forward.sequences_q, forward.batch, at.batch, forward.max_seqlen_q);
-  const Sequence k = find_sequence(forward.sequences_k, forward.batch, at.batch, forward.max_seqlen_k);
-  const Mask mask(forward, at.batch, q, k);
-  const int row_begin = at.number * Shape::kBlockM;
+__device__ __forceinline__ bool is_complete(const HfFlash2ForwardParams& forward, const Workspace& workspace, int batch, const Sequence& q,
+                                            int row_begin, int64_t tile) {
+  const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+  const Mask mask(forward, batch, q, k);
   const int turns = mask.key_block_end(row_begin + Shape::kBlockM, Shape::kTaskKeys) - mask.key_block_begin(row_begin, Shape::kTaskKeys);
-  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   bool complete = true;
   for (int part = 0; part < Workspace::kSemaphores; ++part) complete &= semaphore_read(workspace.semaphore(tile, part)) >= turns;
   return complete;
@@ -46,8 +43,8 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
-  if (arguments.asks &&
-      !(Shape::kTellsEnds ? has_ended<Shape>(params, arguments.shares, batch, head) : is_complete<Shape>(params, at, tile)))
+  if (arguments.asks && !(Shape::kTellsEnds ? has_ended<Shape>(params, arguments.shares, batch, head)
+                                            : is_complete<Shape>(forward, workspace, batch, seq, row_begin, tile)))
     wait_for_kernel_before();
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
   const bool written = *workspace.semaphore(tile) != 0;
