@@ -47,16 +47,33 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
 
   const auto hand_over = [&](const ForwardTask& task) {
-    mbarrier_wait(shared.q_empty(tiles), shared.q_parity(tiles) ^ 1);
+    mbarrier_wait(shared.q_empty(tiles, 0), shared.q_parity(tiles) ^ 1);
     task.store(shared.task(tiles));
     mbarrier_arrive(shared.task_full(tiles));
     return tiles++;
+  };
+  const auto load_queries = [&](const ForwardTask& task, int tile, int map_batch) {
+    for (int part = 0; part < Shape::kQueryParts; ++part) {
+      const uint32_t full = shared.q_full(tile, part);
+      if (part > 0) mbarrier_wait(shared.q_empty(tile, part), shared.q_parity(tile) ^ 1);
+      mbarrier_arrive_expect(full, Shape::kPanels * Shape::kQueryPartBytes);
+      const int token = task.q.start + task.query_begin(arguments, part * (Shape::kBlockM / Shape::kQueryParts));
+      for (int panel = 0; panel < Shape::kPanels; ++panel)
+        tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes + part * Shape::kQueryPartBytes, &arguments.q, full,
+                                  panel * 64, task.head, token, map_batch);
+    }
   };
 
   const auto load = [&](int query_block, int batch_head, int split, const Piece& piece) {
     const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split, piece);
     if (task.query_begin(arguments) >= task.q.length) return;
-    if (task.key_block_begin == task.key_block_end) return mbarrier_arrive(shared.q_full(hand_over(task)));
+    if (task.key_block_begin == task.key_block_end) {
+      // For all parts first: a warpgroup does not wait for Q of such a tile, and may have done with it before the loader asks.
+      for (int part = 1; part < Shape::kQueryParts; ++part) mbarrier_wait(shared.q_empty(tiles, part), shared.q_parity(tiles) ^ 1);
+      const int tile = hand_over(task);
+      for (int part = 0; part < Shape::kQueryParts; ++part) mbarrier_arrive(shared.q_full(tile, part));
+      return;
+    }
     const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
 #pragma unroll 1
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
@@ -66,13 +83,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
       for (int panel = 0; panel < Shape::kPanels; ++panel)
         tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
-      if (block == task.key_block_end - 1) {
-        const int tile = hand_over(task);
-        mbarrier_arrive_expect(shared.q_full(tile), Shape::kQueryBytes);
-        for (int panel = 0; panel < Shape::kPanels; ++panel)
-          tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes, &arguments.q, shared.q_full(tile), panel * 64,
-                                    task.head, task.q.start + task.query_begin(arguments), map_batch);
-      }
+      if (block == task.key_block_end - 1) load_queries(task, hand_over(task), map_batch);
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
       for (int panel = 0; panel < Shape::kValuePanels; ++panel)
@@ -95,6 +106,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
+  const int part = Shape::kQueryParts > 1 ? group : 0;                        // of Q
   const bool elected = threadIdx.x % 128 == 0;
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
   const float scale_log2 = params.softmax_scale * kLog2e;
@@ -146,7 +158,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 
   std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
   for (int tile = 0;; ++tile) {
-    mbarrier_wait(shared.task_full(tile), shared.q_parity(tile));
+    mbarrier_wait(shared.task_full(tile), shared.task_parity(tile));
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
@@ -169,7 +181,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const bool last = block == task.key_block_begin;
         if (elected && !(lends && last && group == 0)) mbarrier_arrive(shared.k_empty(stage));
         if (!last) return;
-        mbarrier_arrive(shared.q_empty(tile));
+        mbarrier_arrive(shared.q_empty(tile, part));
         if (lends && group == 1) named_barrier_arrive(kStageBarrier, 256);
       };
       if (ragged && (block + 1) * kBlockN > task.k.length) {
@@ -194,11 +206,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           if (elected) mbarrier_arrive(shared.v_empty(use % kStages));
         }
         if (idle) {
-          mbarrier_arrive(shared.q_empty(tile));
+          mbarrier_arrive(shared.q_empty(tile, part));
           continue;
         }
       }
-      mbarrier_wait(shared.q_full(tile), shared.q_parity(tile));
+      mbarrier_wait(shared.q_full(tile, part), shared.q_parity(tile));
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
       // Before the warpgroup may write its tile of O again: it waits for S, which no warp has before all have issued it.
       if (Shape::kOutApart && elected) bulk_wait_read<0>();
@@ -288,7 +300,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       }
     } else {
       give_stage_back();
-      mbarrier_arrive(shared.q_empty(tile));
+      mbarrier_arrive(shared.q_empty(tile, part));
       if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }

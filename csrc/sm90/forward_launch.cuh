@@ -161,8 +161,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   const int tile_heads = plan.tile_heads, splits = plan.splits;
 
   ForwardArguments arguments;
-  arguments.q =
-      make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch, Shape::kBlockM, tile_heads);
+  arguments.q = make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch,
+                                            Shape::kBlockM / Shape::kQueryParts, tile_heads);
   arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);

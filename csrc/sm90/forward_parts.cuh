@@ -22,13 +22,22 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
   static constexpr int kOutBytes = Tile::kOutApart ? kQueryPanelBytes * kValuePanels : 0;
-  static constexpr int kBarriers = 3 * Tile::kQueryStages + 4 * Tile::kStages;
-  static constexpr int kTasks = Tile::kQueryStages + 1;  // the loader hands over so many before the consumers have stored the first
+  // Q of a tile comes in so many parts: in more than one, a warpgroup begins with the next tile as soon as its own rows are there, which are asked
+  // for when it, and not all, has done with those before. PERF: one H200, at 512, 1k, 4k, TFLOP/s: 192/128 full 563 699 799 -> 583 711 799, causal
+  // 369 536 680 -> 383 546 683; d 192 full 570 680 804 -> 579 685 807, causal level; d 128 at 1k 676 -> 682, causal 514 -> 518. Level or up to 1 %
+  // slower: d 64, d 96, d 256.
+  static constexpr int kQueryParts = kHeadDim == 192 || (kHeadDim == 128 && kSize == TileSize::kLarge) ? Tile::kConsumers : 1;
+  static constexpr int kQueryPartBytes = kQueryPanelBytes / kQueryParts;  // of a panel
+  // The loader hands over kQueryStages tiles, and one more if Q comes in parts, before all consumers have stored the first.
+  static constexpr int kTasks = Tile::kQueryStages + (kQueryParts > 1 ? 3 : 1),
+                       kTaskBarriers = kQueryParts > 1 ? kTasks : Tile::kQueryStages;
+  static constexpr int kBarriers = kTaskBarriers + 2 * Tile::kQueryStages * kQueryParts + 4 * Tile::kStages;
   // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
   // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
   // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64
   // keys, 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize != TileSize::kLarge);
+  static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole lines
   // of what is brought to L2, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k, TFLOP/s, full 518
@@ -63,23 +72,31 @@ struct ForwardShared {
     return out(0) + Shape::kOutBytes + tile % Shape::kTasks * ForwardTask::kBytes;
   }
   __device__ __forceinline__ uint32_t barrier(int i) const { return task(Shape::kTasks - 1) + ForwardTask::kBytes + i * 8; }
-  __device__ __forceinline__ uint32_t task_full(int tile) const { return barrier(tile % kQueryStages); }
-  __device__ __forceinline__ uint32_t q_full(int tile) const { return barrier(kQueryStages + tile % kQueryStages); }
-  __device__ __forceinline__ uint32_t q_empty(int tile) const { return barrier(2 * kQueryStages + tile % kQueryStages); }
+  __device__ __forceinline__ uint32_t task_full(int tile) const { return barrier(tile % Shape::kTaskBarriers); }
+  __device__ __forceinline__ uint32_t q_full(int tile, int part) const {
+    return barrier(Shape::kTaskBarriers + tile % kQueryStages * Shape::kQueryParts + part);
+  }
+  __device__ __forceinline__ uint32_t q_empty(int tile, int part) const {
+    return barrier(Shape::kTaskBarriers + (kQueryStages + tile % kQueryStages) * Shape::kQueryParts + part);
+  }
   // How often these had been used before `tile`, odd or even.
+  static __device__ __forceinline__ int task_parity(int tile) { return tile / Shape::kTaskBarriers & 1; }
   static __device__ __forceinline__ int q_parity(int tile) { return tile / kQueryStages & 1; }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(3 * kQueryStages + stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(3 * kQueryStages + Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(3 * kQueryStages + 2 * Shape::kStages + stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3 * kQueryStages + 3 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t ring(int i) const {
+    return barrier(Shape::kTaskBarriers + 2 * kQueryStages * Shape::kQueryParts + i);
+  }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return ring(stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return ring(Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return ring(2 * Shape::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return ring(3 * Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By one thread, before any use.
   __device__ __forceinline__ void make_barriers() const {
-    for (int stage = 0; stage < kQueryStages; ++stage) {
-      mbarrier_init(task_full(stage), 1);
-      mbarrier_init(q_full(stage), 1);
-      mbarrier_init(q_empty(stage), Shape::kConsumers * 128);
+    for (int tile = 0; tile < Shape::kTaskBarriers; ++tile) mbarrier_init(task_full(tile), 1);
+    for (int i = 0; i < kQueryStages * Shape::kQueryParts; ++i) {
+      mbarrier_init(q_full(0, i), 1);
+      mbarrier_init(q_empty(0, i), Shape::kConsumers * 128 / Shape::kQueryParts);
     }
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(k_full(stage), 1);

@@ -65,7 +65,7 @@ struct Piece {
 };
 
 struct ForwardArguments {
-  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows
+  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows; of q, x a part of them
   CUtensorMap out;      // boxes of 64 columns x the rows of one warpgroup
   HfFlash2ForwardParams params;
   Divisor heads, group;    // tiles of one token over all heads; query heads that share a key head
@@ -120,7 +120,10 @@ struct ForwardTask {
     return task;
   }
 
-  __device__ __forceinline__ int query_begin(const ForwardArguments& arguments) const { return row_begin >> arguments.tile_heads_log2; }
+  __device__ __forceinline__ int query_begin(const ForwardArguments& arguments,
+                                             int row = 0) const {  // of those from this row of the tile on
+    return (row_begin + row) >> arguments.tile_heads_log2;
+  }
   __device__ __forceinline__ bool is_masked(int block) const { return block >= unmasked_end || block < unmasked_begin; }
 
   __device__ __forceinline__ void store(uint32_t address) const {
