@@ -329,7 +329,7 @@ SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 mult
     (Case("group", head_dim=128, heads=(4, 1), lengths_q=(200,), lengths_k=(270,), window=(60, 10)), 4),
     (Case("group", head_dim=128, heads=(4, 1), lengths_q=(140, 90), form="ranges", padding="holes", causal=True), 4),
     (Case("group", head_dim=192, heads=(4, 1), lengths_q=(100,), lengths_k=(150,), causal=True), 4),
-    (Case("group", head_dim=192, heads=(16, 2), lengths_q=(70, 30), lengths_k=(30, 70), form="packed", head_dim_v=128), 4),
+    (Case("group", head_dim=192, heads=(16, 2), lengths_q=(140, 30), lengths_k=(30, 140), form="packed", head_dim_v=128), 4),
     (Case("group", head_dim=256, heads=(2, 1), lengths_q=(140,), causal=True), 2),
 ]
 
@@ -385,13 +385,24 @@ def test_when_groups_are_split(name, deterministic, library, monkeypatch):
     assert group_splits(workspace.numel(), case, queries, keys) == expected
 
 
+IN_ORDER = {  # heads: whether they add in order with all keys, and below a diagonal
+    "a head for each of 8 clusters": ((8, 8), (True, True)),
+    "or not": ((7, 7), (False, False)),
+    "groups, each a task": ((16, 8), (True, True)),
+    "groups, two tasks each": ((16, 4), (False, True)),
+    "groups, a task for each query head": ((8, 4), (False, False)),
+}
+
+
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize(("heads", "in_order"), ((8, True), (7, False)))
-def test_short_wide_heads_add_to_dq_in_order(heads, in_order, causal, emulate):
-    """Where that is faster, above head dim 128: then dq has the same bits in any order of tasks. A head for each of 8 clusters, or not."""
-    sample = Sample(Case("order", 192, (heads, heads), (520,), causal=causal), torch.bfloat16, CPU)
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_short_wide_heads_add_to_dq_in_order(name, causal, emulate):
+    """Where that is faster, above head dim 128: then dq has the same bits in any order of tasks."""
+    heads, in_order = IN_ORDER[name]
+    sample = Sample(Case("order", 192, heads, (520,), causal=causal), torch.bfloat16, CPU)
     results = [emulate("sm90", sample, emulated.WIDE_HOPPER, seed, 1 + 3 * seed) for seed in (0, 1, 2)]
-    assert all(torch.equal(result["dq"], results[0]["dq"]) for result in results) == in_order
+    check(results[0], sample)
+    assert all(torch.equal(result["dq"], results[0]["dq"]) for result in results) == in_order[causal]
 
 
 TOGETHER = [  # a case, and how many tiles a group has: with each head on its own, together

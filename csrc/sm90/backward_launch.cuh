@@ -85,23 +85,31 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, i
   return std::min(kMost, static_cast<int>(std::lround(kRoundingTime * multiprocessors / key_blocks)));
 }
 
-// Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that. Above head dim 128 nothing need clear the
-// accumulator then, and the last kernel begins with the tiles that all have added to; but they wait for each other, the longer a head is, and the
-// more of them work on one. So: for short sequences, where each cluster has a head, and where a task has one (else their splits would cost more).
+// Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that: then, among how many of them the query heads
+// of a group are split, else 0. Above head dim 128 nothing need clear the accumulator then, and the last kernel begins with the tiles that all have
+// added to; but they wait for each other, the longer a head is, and the more of them work on one. So: for short sequences, and where each
+// cluster has heads of its own, in as few splits as that takes, as each costs; none of one query head each.
 // PERF: one H100, 16k tokens, hidden size 2048, at 128, 256, 512, 768, 1k, 1.5k, 2k, 4k, TFLOP/s: causal d 256 49 98 180 252 306 372 411 477 -> 65
 // 123 215 280 327 388 425 470, d 192 50 97 178 248 302 367 407 483 -> 65 120 206 270 315 377 414 473, 192/128 56 108 198 275 335 404 443 516 -> 77
 // 139 235 304 354 416 449 516; full d 256 99 181 302 373 415 460 -> 130 191 312 384 413 462, d 192 100 182 310 380 416 456 -> 129 201 322 388 412
 // 462, 192/128 112 200 342 418 458 -> 153 241 371 434 465. Filled to 30 %, d 256, to 512, 1k, 2k, padded 19 16 6 % faster, packed 18 12 7. 32
-// heads, batch 1 and 2, d 256 at 1k 267 291 -> 264 307, d 192 262 283 -> 251 291. 32/8 heads, batch 2 at 1k, 2k, d 256 279 403 -> 286 404, d 192
-// 291 416 -> 275 394.
+// heads, batch 1 and 2, d 256 at 1k 267 291 -> 264 307, d 192 262 283 -> 251 291.
+// PERF: groups, one H200, d 256 causal. Unsplit, 16/8 heads at 8 x 512, 32 x 512, 16 x 1k, 8 x 2k 225 244 357 439 -> 241 276 378 445, 32/8 240 250
+// 347 412 -> 264 286 371 430; in 2 and 4 splits, 16/2 at 16 x 1k 351 -> 364, 8 x 512 220 -> 232, 8/1 at 32 x 512, 16 x 1k 219 344 -> 259 355. d 192
+// 2 to 18 % faster; at 128 and 256, d 192 and 256, 11 to 37 %. With fewer heads than clusters 3 to 65 % slower, in splits of one head each 1 to 11
+// %, in others at 2k 0 to 5. Full, at 128 15 to 37 % faster; at 256 to 768 unsplit 4 % slower to 5 % faster, in splits 10 % slower to 2 % faster.
 template <typename Shape>
-bool is_faster_in_order(const HfFlash2ForwardParams& params) {
-  constexpr int kShort = 2048, kShortFull = 768;
+int choose_splits_in_order(const HfFlash2ForwardParams& params) {
+  constexpr int kShort = 2048, kShortSplit = 1024, kShortFull = 768, kShortFullSplit = 128;
   const bool full = params.window_left < 0 && params.window_right < 0;
-  if (Shape::kHeadDim <= 128 || params.heads_q != params.heads_k || !(full || is_triangular(params))) return false;
-  const bool is_short = std::max(params.max_seqlen_q, params.max_seqlen_k) <= (full ? kShortFull : kShort);
-  const int clusters = multiprocessors(params.device) / Shape::kCluster;
-  return is_short && int64_t{16} * params.heads_q * params.batch >= int64_t{15} * clusters;
+  if (Shape::kHeadDim <= 128 || !(full || is_triangular(params))) return 0;
+  const int group = params.heads_q / params.heads_k, clusters = multiprocessors(params.device) / Shape::kCluster;
+  for (int splits = 1; splits == 1 || splits < group; ++splits) {
+    if (group % splits != 0 || int64_t{16} * params.heads_k * splits * params.batch < int64_t{15} * clusters) continue;
+    const int longest = full ? (splits > 1 ? kShortFullSplit : kShortFull) : (splits > 1 ? kShortSplit : kShort);
+    return std::max(params.max_seqlen_q, params.max_seqlen_k) <= longest ? splits : 0;
+  }
+  return 0;
 }
 
 // What is decided from shapes alone.
@@ -116,10 +124,13 @@ struct BackwardPlan {
   static BackwardPlan make(const HfFlash2BackwardParams& backward) {
     const HfFlash2ForwardParams& params = backward.forward;
     BackwardPlan plan;
-    plan.in_order = backward.deterministic || is_faster_in_order<Shape>(params);
+    const int splits_in_order = backward.deterministic ? 0 : choose_splits_in_order<Shape>(params);
+    plan.in_order = backward.deterministic || splits_in_order > 0;
     const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
     check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
-    plan.splits = choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
+    plan.splits = splits_in_order > 0
+                      ? splits_in_order
+                      : choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
     plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
