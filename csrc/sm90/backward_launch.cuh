@@ -20,10 +20,11 @@ namespace hf_flash2::sm90 {
 // for each share that a multiprocessor leaves; a twentieth of the time has to be saved.
 // Long causal tasks have at most most_heads heads: those that run at once drift apart over more, and L2 does not hold what they read and add.
 // PERF: what splits bring, and that groups in launch order are at least a round (below). One H200, d 128, causal, batch 2, at 1k, 2k, 4k, 16k,
-// TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k:
-// 201 303 -> 275 396. Shares in T, not in fp32, and at d 128 two heads a task in place of four: 64/8 at 1k, 2k, 4k, 16k 353 469 493 570 -> 372
-// 498 518 582, 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads. One head
-// at 16k, one H100, 32/8 in two runs 615 608 -> 621 619; at 4k 551 -> 544.
+// TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k: 201 303
+// -> 275 396. Shares in T, not in fp32, and at d 128 two heads a task in place of four: 64/8 at 1k, 2k, 4k, 16k 353 469 493 570 -> 372 498 518 582,
+// 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads. One head at 16k, one
+// H100, 32/8 in two runs 615 608 -> 621 619; at 4k 551 -> 544. In 8 splits in place of 4, one H200, 64/8 at 16k 616 -> 620 (64/64 in the same run
+// 618), batch 1, 32/4, 16/2, 16/1 at 16k 608 606 593 -> 616 629 612.
 // Tried and left: all heads of a query block before the next, from the last block down, so that tasks stay together and L2 needs no splits:
 // 64/8 at 4k, 16k, in any number of splits, 4 to 20 % slower, full 17 %: all add to the same tiles at a time. Shares added in registers by
 // whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
@@ -35,8 +36,9 @@ namespace hf_flash2::sm90 {
 // 405 458, d 192 230 333 396 -> 274 394 453.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_order, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
-  constexpr int kLongTask = 1024, kVeryLongTask = 16384, kMostShares = 4;  // kMostShares: for most_heads' sake
+  constexpr int kLongTask = 1024, kVeryLongTask = 16384;
   const int most_heads = params.head_dim <= 64 || params.head_dim > 128 ? 4 : params.max_seqlen_q < kVeryLongTask ? 2 : 1;
+  const int most_shares = most_heads == 1 ? 8 : 4;  // for most_heads' sake
   const int group = params.heads_q / params.heads_k;
   if (in_order && params.window_right >= 0) return group;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
@@ -48,7 +50,7 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_orde
   if (!(tasks * average > 0)) return 1;
   int splits = 1;
   if (is_triangular(params) && params.max_seqlen_q >= kLongTask) {
-    for (int n = 2; n <= kMostShares && group / splits > most_heads; ++n) splits = group % n == 0 ? n : splits;
+    for (int n = 2; n <= most_shares && group / splits > most_heads; ++n) splits = group % n == 0 ? n : splits;
   }
   double least = 0;
   for (int n = splits; n <= group; ++n) {
@@ -156,6 +158,13 @@ struct BackwardPlan {
 // 535 572 -> 230 374 454 483 539 572, d 192 at 1k 291 -> 300, d 256 at 512, 1k 178 295 -> 182 304, above and at 16k level; d 128 at 12k 588 ->
 // 578, d 96 440 -> 447. Half a round: d 96 and 128 at 512, 1k 202 314 235 378, at 2k and 4k 1 % slower. Without the last rounds as one group: d
 // 128 at 512, 1k 225 369. One H200, the last three of 16 heads: at 16k 620 -> 644, at 12k 586 -> 599.
+// Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends. PERF: one H200, 16 heads,
+// batch 1 at 6k, 8k, 12k, 2 at 8k, d 128 581 599 612 625 -> 625 637 636 648, d 96 448 468 465 462 -> 469 486 474 474, 32 heads, d 64 533 532 544
+// 533 -> 553 548 551 541; in other runs batch 4 at 8k 1 %.
+// Where it has one and a half or more, above d 64, four heads take turns: short tasks of one head would run beside the long ones of the next, and
+// L2 hold neither's dQ. PERF: one H200, at 32k, batch 1 and 2, and 64k, 16 and 8 heads, d 128 581 562 571 -> 610 619 638, d 96 437 422 431 -> 460
+// 459 456; 32/8 and 16/2 heads at 32k 563 600 -> 627 617; packed 577 -> 629; d 192 and 256 level. At 16k 2 to 9 % slower, d 96 at 20k 6 %, d 64 at
+// 32k 1 %.
 // PERF: the last two rounds as one group -> the last, one H100, batch 1, 16 heads at 1k, 2k, 4k, d 64 216 369 491 -> 222 381 515, d 128 291 447 563
 // -> 304 456 584; batch 2, d 128, 64 heads at 512 206 -> 211, 32 at 1k 327 -> 331.
 // Where a task has several query heads, at d 96 and 128, a little more than the last round is one group, if there are three.
@@ -167,8 +176,9 @@ struct BackwardPlan {
 // 128, where it has a task for nearly every multiprocessor; and the last are one group if they are no more than a round each.
 // PERF: these -> as above, one H100, 64/8 and 32/8 heads, batch 2, at 2k, 4k, d 64 455 510 437 527 -> 441 504 437 500; at 1k, 2k, 4k, d 192 300 413
 // 432, 292 414 487 -> 281 400 475, 271 395 472. Filled to 30 %, d 128, in groups of 4 heads: padded at 1k, 2k, 4k 153 288 413 -> 147 281 403,
-// packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at 16k, d 128, batch 1 and 2: 618 584 -> 629 623; the last as one group,
-// 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623, of which 0 to 2 % are shares which leave L2 first.
+// packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at 16k, d 128, batch 1 and 2: 618 584 -> 629 623, packed 616 606
+// -> 626 630; the last as one group, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623, of which 0 to 2 % are shares which
+// leave L2 first.
 //
 // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by themselves.
 // Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at once, nobody waits. One
@@ -187,6 +197,8 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   const auto heads_of_rounds = [&](double n) { return std::max(1, static_cast<int>(n * computing / std::max(1, key_blocks))); };
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   int heads_at_once = heads_of_rounds(1), together = 1;
+  constexpr int kLongHeadsAtOnce = 4;
+  const bool is_long = Shape::kHeadDim > 64 && 2 * key_blocks > 3 * computing;  // rounds of one head
   const auto few_groups = [&] {
     return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads_at_once) / 8));
   };
@@ -198,14 +210,18 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   } else if (!counted && (parts == forward.heads_q || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
     constexpr int kFewKeyBlocks = 8;
     const bool one_head = parts == forward.heads_q;  // a task
-    const double last_rounds = !Shape::kTellsEnds || rounds ? 2 : one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
-    heads_at_once = heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
+    const bool half_round = Shape::kTellsEnds && one_head && 3 * key_blocks >= computing && 20 * key_blocks < 19 * computing;
+    double last_rounds = one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
+    if (!Shape::kTellsEnds || rounds) last_rounds = 2;
+    if (half_round) last_rounds = 4;
+    heads_at_once = is_long ? kLongHeadsAtOnce : heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
     together = std::max(static_cast<int>(ceil_div(heads_of_rounds(last_rounds), heads_at_once)), few_groups());
   } else {
     const int64_t query_heads =
         heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
     heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_at_once);
-    if (Shape::kHeadDim <= 128 && !counted && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
+    if (Shape::kHeadDim <= 128 && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
+    if (is_long) heads_at_once = kLongHeadsAtOnce;
     if (int64_t{heads_at_once} * key_blocks <= computing) together = few_groups();
   }
   return TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
