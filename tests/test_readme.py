@@ -12,7 +12,7 @@ from hf_flash2.bench_shared import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-DOCS, DOCS_H100 = ROOT / "docs/h200", ROOT / "docs/h100"
+DOCS = ROOT / "docs/h200"
 BOTH_DIRECTIONS = pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
 
 
@@ -26,7 +26,7 @@ def table_below(title: str) -> list[list[str]]:
 
 @BOTH_DIRECTIONS
 def test_attention_alone(mode, title):
-    rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     speeds: dict[tuple[str, ...], list[str]] = {}
     for row in sorted((row for row in rows if row.mode == mode and "deterministic" not in row.provider), key=lambda row: row.seqlen):
         mask = "causal" if row.causal else "full"
@@ -36,7 +36,7 @@ def test_attention_alone(mode, title):
 
 @BOTH_DIRECTIONS
 def test_how_far_ahead(mode, title):
-    rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     ours = [row for row in rows if (row.mode, row.provider) == (mode, "hf_flash2 sm90")]
     ahead = {
         wide: [row.percent_of_best_rival - 100 for row in ours if row.percent_of_best_rival >= 100 and (row.head_dim > 128) == wide]
@@ -55,7 +55,7 @@ def test_how_far_ahead(mode, title):
 
 
 def backward_tflops():
-    rows, _ = read_csv(DOCS_H100 / "attention.csv", bench_attention.Row)
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
     return {(row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows if row.mode == "bwd"}
 
 
@@ -76,7 +76,7 @@ def test_what_deterministic_mode_keeps():
 
 
 def test_beside_flash_attention_4():
-    rows, _ = read_csv(DOCS_H100 / "attention_fa4.csv", bench_attention.Row)
+    rows, _ = read_csv(DOCS / "attention_fa4.csv", bench_attention.Row)
     tflops = {(row.mode, row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows}
     measured, ahead = [], {"fwd": [], "bwd": []}
     for mode, head_dim, causal in itertools.product(("fwd", "bwd"), (64, 128), (False, True)):
