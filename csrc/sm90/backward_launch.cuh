@@ -90,26 +90,30 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, i
 // Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that: then, among how many of them the query heads
 // of a group are split, else 0. Above head dim 128 nothing need clear the accumulator then, and the last kernel begins with the tiles that all have
 // added to; but they wait for each other, the longer a head is, and the more of them work on one. So: for short sequences, and where each
-// cluster has heads of its own, in as few splits as that takes, as each costs; none of one query head each.
+// cluster has heads of its own, in as few splits as that takes, as each costs; none of one query head each, nor of many.
 // PERF: one H100, 16k tokens, hidden size 2048, at 128, 256, 512, 768, 1k, 1.5k, 2k, 4k, TFLOP/s: causal d 256 49 98 180 252 306 372 411 477 -> 65
 // 123 215 280 327 388 425 470, d 192 50 97 178 248 302 367 407 483 -> 65 120 206 270 315 377 414 473, 192/128 56 108 198 275 335 404 443 516 -> 77
 // 139 235 304 354 416 449 516; full d 256 99 181 302 373 415 460 -> 130 191 312 384 413 462, d 192 100 182 310 380 416 456 -> 129 201 322 388 412
 // 462, 192/128 112 200 342 418 458 -> 153 241 371 434 465. Filled to 30 %, d 256, to 512, 1k, 2k, padded 19 16 6 % faster, packed 18 12 7. 32
 // heads, batch 1 and 2, d 256 at 1k 267 291 -> 264 307, d 192 262 283 -> 251 291.
-// PERF: groups, one H200, d 256 causal. Unsplit, 16/8 heads at 8 x 512, 32 x 512, 16 x 1k, 8 x 2k 225 244 357 439 -> 241 276 378 445, 32/8 240 250
-// 347 412 -> 264 286 371 430; in 2 and 4 splits, 16/2 at 16 x 1k 351 -> 364, 8 x 512 220 -> 232, 8/1 at 32 x 512, 16 x 1k 219 344 -> 259 355. d 192
-// 2 to 18 % faster; at 128 and 256, d 192 and 256, 11 to 37 %. With fewer heads than clusters 3 to 65 % slower, in splits of one head each 1 to 11
-// %, in others at 2k 0 to 5. Full, at 128 15 to 37 % faster; at 256 to 768 unsplit 4 % slower to 5 % faster, in splits 10 % slower to 2 % faster.
+// PERF: groups, d 256 causal, one H200: 16/8 heads at 8 x 512, 32 x 512, 16 x 1k, 8 x 2k 225 244 357 439 -> 241 276 378 445; 32/8 at 8 x 512 240
+// -> 264; in splits 16/2 at 16 x 512 219 -> 258, 8/1 at 32 x 512, 16 x 1k 219 344 -> 259 355. One H100: 16/8 at 8 x 512, 16 x 1k, 8 x 2k 185 312
+// 403 -> 213 349 428, 32/8 at 8 x 512, 4 x 1k 191 298 -> 210 321, 16/2 at 16 x 512 167 -> 206, 8/1 at 32 x 512, 16 x 1k 168 290 -> 207 324. d 192
+// as much; at 128 and 256 11 to 37 %; full, at 128 15 to 42 %. Slower: fewer heads than clusters, 3 to 65 %; splits of one head each, 1 to 11;
+// others at 2k, 0 to 5; and on an H100, perhaps as more heads are under way than L2 holds, tasks of 4 heads at 1k and 2k, 3 to 8 (an H200 3 to 7 %
+// faster), full from 256 on, 2 to 28.
 template <typename Shape>
 int choose_splits_in_order(const HfFlash2ForwardParams& params) {
-  constexpr int kShort = 2048, kShortSplit = 1024, kShortFull = 768, kShortFullSplit = 128;
+  constexpr int kShort = 2048, kShortSplit = 1024, kShortFull = 768, kShortFullGroup = 128;
   const bool full = params.window_left < 0 && params.window_right < 0;
   if (Shape::kHeadDim <= 128 || !(full || is_triangular(params))) return 0;
   const int group = params.heads_q / params.heads_k, clusters = multiprocessors(params.device) / Shape::kCluster;
+  const int seqlen = std::max(params.max_seqlen_q, params.max_seqlen_k), most_heads = seqlen <= 512 ? 4 : 2;  // a task
   for (int splits = 1; splits == 1 || splits < group; ++splits) {
-    if (group % splits != 0 || int64_t{16} * params.heads_k * splits * params.batch < int64_t{15} * clusters) continue;
-    const int longest = full ? (splits > 1 ? kShortFullSplit : kShortFull) : (splits > 1 ? kShortSplit : kShort);
-    return std::max(params.max_seqlen_q, params.max_seqlen_k) <= longest ? splits : 0;
+    if (group % splits != 0 || group / splits > most_heads) continue;
+    if (int64_t{16} * params.heads_k * splits * params.batch < int64_t{15} * clusters) continue;
+    const int longest = full ? (group > 1 ? kShortFullGroup : kShortFull) : (splits > 1 ? kShortSplit : kShort);
+    return seqlen <= longest ? splits : 0;
   }
   return 0;
 }
