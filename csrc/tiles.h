@@ -119,10 +119,11 @@ namespace hf_flash2::sm90 {
 // d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
 // At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
 // 609 -> 619. Full, they are taken where they cover a twentieth less than blocks of 80: at 192, 448, 512, 576 254 461 525 489 -> 264 473 549 543.
+// At 1k, where they cover a sixtieth less, one H200, 703 -> 684.
 // TileSize::kMedium: where neither queries nor keys are more than 512. There, at d 128, a tile has some two blocks of 128 keys, and waits for Q and
 // the first keys take as long as its products: Q of the next tile has a buffer of its own, and 64 keys cover the diagonal, and an end, closer.
 // PERF: one H100, TFLOP/s at 512, 1k, 2k, full 534 671 749 -> 542 656 719, causal 305 494 635 -> 317 484 606; full at 256, 384, 448 326 447 416 ->
-// 335 470 470, causal level there. Two buffers of Q alone, causal 315 494 628.
+// 335 470 470, causal level there. Two buffers of Q alone, causal 315 494 628. A fifth stage, O through the ring: 0 to 3 % slower, one H200.
 enum class TileSize { kSmall, kMedium, kLarge };
 template <int kHeadDim>
 constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;
