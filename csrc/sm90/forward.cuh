@@ -26,7 +26,7 @@
 // d 128: -1 to 1 %, d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Maps that bring 128 bytes to L2, or no more than is
 // asked for, in place of 256: level. Half of the thread blocks with the short tile of a pair first, to spread what is read from memory: 5 to
 // 10 % slower. On one H200, V of a tile's first keys before its Q: 0 to 1 % slower. With d 256 full at 1k, all products take 31,000 of 36,500
-// cycles of a tile; a warpgroup's Q apart saves 500 of these, but no time, as the clock is what power leaves.
+// cycles of a tile; a warpgroup's Q apart saves 500 of these, but no time, presumably as the clock follows power.
 #pragma once
 #include <type_traits>
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
-  const int part = Shape::kQueryParts > 1 ? group : 0;                        // of Q
+  const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
   const float scale_log2 = params.softmax_scale * kLog2e;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const bool last = block == task.key_block_begin;
         if (elected && !(lends && last && group == 0)) mbarrier_arrive(shared.k_empty(stage));
         if (!last) return;
-        mbarrier_arrive(shared.q_empty(tile, part));
+        mbarrier_arrive(shared.q_empty(tile, query_part));
         if (lends && group == 1) named_barrier_arrive(kStageBarrier, 256);
       };
       if (ragged && (block + 1) * kBlockN > task.k.length) {
@@ -207,11 +207,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           if (elected) mbarrier_arrive(shared.v_empty(use % kStages));
         }
         if (idle) {
-          mbarrier_arrive(shared.q_empty(tile, part));
+          mbarrier_arrive(shared.q_empty(tile, query_part));
           continue;
         }
       }
-      mbarrier_wait(shared.q_full(tile, part), shared.q_parity(tile));
+      mbarrier_wait(shared.q_full(tile, query_part), shared.q_parity(tile));
       mbarrier_wait(shared.k_full(use % kStages), use / kStages & 1);
       // Before the warpgroup may write its tile of O again: it waits for S, which no warp has before all have issued it.
       if (Shape::kOutApart && elected) bulk_wait_read<0>();
@@ -301,7 +301,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       }
     } else {
       give_stage_back();
-      mbarrier_arrive(shared.q_empty(tile, part));
+      mbarrier_arrive(shared.q_empty(tile, query_part));
       if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }

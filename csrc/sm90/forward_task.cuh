@@ -120,8 +120,8 @@ struct ForwardTask {
     return task;
   }
 
-  __device__ __forceinline__ int query_begin(const ForwardArguments& arguments,
-                                             int row = 0) const {  // of those from this row of the tile on
+  // Of the rows of the tile from `row` on.
+  __device__ __forceinline__ int query_begin(const ForwardArguments& arguments, int row = 0) const {
     return (row_begin + row) >> arguments.tile_heads_log2;
   }
   __device__ __forceinline__ bool is_masked(int block) const { return block >= unmasked_end || block < unmasked_begin; }
