@@ -28,7 +28,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // slower: d 64, d 96, d 256.
   static constexpr int kQueryParts = kHeadDim == 192 || (kHeadDim == 128 && kSize == TileSize::kLarge) ? Tile::kConsumers : 1;
   static constexpr int kQueryPartBytes = kQueryPanelBytes / kQueryParts;  // of a panel
-  // The loader hands over kQueryStages tiles, and one more if Q comes in parts, before all consumers have stored the first.
+  // Before all consumers have stored a tile, the loader hands over kQueryStages more, and one beyond if Q comes in parts: then a power of two.
   static constexpr int kTasks = Tile::kQueryStages + (kQueryParts > 1 ? 3 : 1),
                        kTaskBarriers = kQueryParts > 1 ? kTasks : Tile::kQueryStages;
   static constexpr int kBarriers = kTaskBarriers + 2 * Tile::kQueryStages * kQueryParts + 4 * Tile::kStages;
