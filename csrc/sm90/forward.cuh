@@ -19,14 +19,14 @@
 // PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
 // halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
 // 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
-// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from
-// memory. Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 %
-// slower; that warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13
-// %; by the copy engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to
-// d 128: -1 to 1 %, d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Maps that bring 128 bytes to L2, or no more than is
-// asked for, in place of 256: level. Half of the thread blocks with the short tile of a pair first, to spread what is read from memory: 5 to
-// 10 % slower. On one H200, V of a tile's first keys before its Q: 0 to 1 % slower. With d 256 full at 1k, all products take 31,000 of 36,500
-// cycles of a tile; a warpgroup's Q apart saves 500 of these, but no time, presumably as the clock follows power.
+// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from memory.
+// Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 % slower; that
+// warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13 %; by the copy
+// engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to d 128: -1 to 1 %,
+// d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Half of the thread blocks with the short tile of a pair first, to
+// spread what is read from memory: 5 to 10 % slower. On one H200, V of a tile's first keys before its Q: 0 to 1 % slower. With d 256 full at
+// 1k, all products take 31,000 of 36,500 cycles of a tile; a warpgroup's Q apart saves 500 of these, but no time, presumably as the clock
+// follows power.
 #pragma once
 #include <type_traits>
 
