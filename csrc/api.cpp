@@ -108,6 +108,7 @@ void check_forward(const HfFlash2ForwardParams& p) {
   check_tensor("k", p.k, packed);
   check_tensor("v", p.v, packed);
   check_tensor("out", p.out, packed);
+  check_address("sinks", p.sinks, sizeof *p.sinks);
 }
 
 void check_backward(const HfFlash2BackwardParams& p) {
@@ -116,6 +117,7 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dq", p.dq, packed);
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
+  if ((p.forward.sinks == nullptr) != (p.dsinks == nullptr)) reject("dsinks", "given with sinks, and only then", "one without the other");
 }
 
 void check_rotary(const HfFlash2RotaryParams& p) {
@@ -261,6 +263,7 @@ HfFlash2ForwardParams complete(const HfFlash2ForwardParams& layout, const HfFlas
   params.sequences_k = addresses.sequences_k;
   params.key_mask = addresses.key_mask;
   params.rng_state = addresses.rng_state;
+  params.sinks = addresses.sinks;
   check_forward(params);
   normalise(params);
   return params;
@@ -275,6 +278,7 @@ HfFlash2BackwardParams complete(const HfFlash2BackwardParams& layout, const HfFl
   params.dk.data = addresses.dk;
   params.dv.data = addresses.dv;
   params.dlse = addresses.dlse;
+  params.dsinks = addresses.dsinks;
   params.workspace = addresses.workspace;
   check_backward(params);
   return params;

@@ -35,7 +35,7 @@ typedef struct HfFlash2ForwardParams {
   HfFlash2Tensor v;    // [B, Sk, Hk, Dv] or [Tk, Hk, Dv]
   HfFlash2Tensor out;  // [B, Sq, H, Dv] or [Tq, H, Dv]
 
-  float* softmax_lse;  // natural log; [B, H, Sq] or [H, Tq]; +inf for a row that sees no key
+  float* softmax_lse;  // natural log, with the sinks; [B, H, Sq] or [H, Tq]; +inf for a row that sees no key
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
 
@@ -48,6 +48,8 @@ typedef struct HfFlash2ForwardParams {
   int64_t key_mask_batch_stride;
 
   const int64_t* rng_state;  // int64 [2] on the device: Philox key and counter offset; null unless dropout_p > 0
+
+  const float* sinks;  // [H], or null: a logit for each query head that every row that sees a key counts in its sum, beside its scores
 
   int32_t device;  // CUDA device index
   int32_t dtype;   // HfFlash2Dtype
@@ -75,6 +77,7 @@ typedef struct HfFlash2BackwardParams {
   HfFlash2Tensor dk;              // as k
   HfFlash2Tensor dv;              // as v
   const float* dlse;              // gradient of softmax_lse, laid out like it; null = zero
+  float* dsinks;                  // gradient of forward.sinks; null where there are none
   void* workspace;                // device scratch, 256-byte aligned, uninitialised
   uint64_t workspace_bytes;       // at least hf_flash2_backward_workspace_bytes()
   int32_t deterministic;          // non-zero: dq is bit-equal from run to run
@@ -94,6 +97,7 @@ typedef struct HfFlash2ForwardAddresses {
   HfFlash2Sequences sequences_k;
   const uint8_t* key_mask;
   const int64_t* rng_state;
+  const float* sinks;
 } HfFlash2ForwardAddresses;
 
 typedef struct HfFlash2BackwardAddresses {
@@ -103,6 +107,7 @@ typedef struct HfFlash2BackwardAddresses {
   void* dk;
   void* dv;
   const float* dlse;
+  float* dsinks;
   void* workspace;
 } HfFlash2BackwardAddresses;
 

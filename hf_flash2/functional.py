@@ -17,6 +17,8 @@ Shared by all functions below:
 * dropout_p: applied to the attention probabilities; the mask comes from torch's generator of the device, so `torch.manual_seed` repeats it.
 * softmax_scale: default head_dim ** -0.5.
 * deterministic: gradients are bit-equal from run to run; `torch.use_deterministic_algorithms(True)` asks for it too.
+* s_aux: attention sinks, [H] of any floating dtype (computed in float32): a logit for each query head that takes its part of the softmax of
+  every row, exp(s_aux) beside the sum of exp(scores), and adds nothing to out. softmax_lse counts it. As GPT-OSS has them; with a gradient.
 * softcap, alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
 * return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
   dropped probabilities, exists for its tests only.)
@@ -50,6 +52,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
 ):
     """Attention over a dense batch.
 
@@ -62,7 +65,7 @@ def flash_attn_func(
     """
     return _attention(
         _check_batch, q, k, v, None, None, None, None, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
 
@@ -81,6 +84,7 @@ def flash_attn_ranges_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
 ):
     """Attention over a padded batch, with no copy and no host synchronisation: padding is skipped, not masked.
 
@@ -101,7 +105,7 @@ def flash_attn_ranges_func(
         key_mask = key_mask.view(torch.uint8)
     return _attention(
         _check_batch, q, k, v, ranges_q, ranges_k, key_mask, None, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
 
@@ -122,6 +126,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ):
     """Attention over packed sequences of different lengths: no padding anywhere.
 
@@ -140,13 +145,13 @@ def flash_attn_varlen_func(
     """
     return _attention(
         _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table,
     )  # fmt: skip
 
 
 def _attention(
     check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table=None,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table=None,
 ):  # fmt: skip
     """Every function above: `check` is what it asks of its tensors; max_seqlen_q and _k are None for dense ones.
 
@@ -155,11 +160,12 @@ def _attention(
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0
-    if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v):
+    if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v) and (s_aux is None or _is_plain(s_aux)):
         try:
             key = (
                 check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                *window_size, softcap, alibi_slopes, deterministic, block_table, native.forced_family(),
+                *window_size, softcap, alibi_slopes, deterministic, None if s_aux is None else ops.form(s_aux), block_table,
+                native.forced_family(),
                 *map(type, (max_seqlen_q, max_seqlen_k, *window_size)),  # 5.0 is no integer, though it equals one
             )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
@@ -173,6 +179,8 @@ def _attention(
             _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
             _check_bound("max_seqlen_k", max_seqlen_k, seqlens_k)
         scale, window = _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
+        if s_aux is not None:
+            _check_sinks(s_aux, q)
         padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
     if padded:
         q, k, v = map(_pad_head_dim, (q, k, v))
@@ -185,10 +193,12 @@ def _attention(
             ops.keep(key, plan, padded)
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    if plan is not None and not return_attn_probs and not padded:
+    if plan is not None and not return_attn_probs and not padded and s_aux is None:
         dense = seqlens_q is seqlens_k is rng_state is None
-        return plan.attention(q, k, v, ops.DENSE if dense else (seqlens_q, seqlens_k, key_mask, rng_state))
-    sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
+        return plan.attention(q, k, v, ops.DENSE if dense else (seqlens_q, seqlens_k, key_mask, rng_state, None))
+    if s_aux is not None:
+        s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+    sequences = (seqlens_q, seqlens_k, key_mask, rng_state, s_aux)
     out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers) if plan is None else plan.attention_with_lse(q, k, v, sequences)
     if padded:
         out = out[..., :padded]
@@ -197,6 +207,10 @@ def _attention(
 
 def _on_gpu(x: torch.Tensor) -> bool:
     return isinstance(x, torch.Tensor) and x.is_cuda
+
+
+def _is_plain(s_aux: torch.Tensor) -> bool:
+    return type(s_aux) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _check_are_tensors(**arguments) -> None:
@@ -228,6 +242,15 @@ def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softc
     window_left, window_right = window_size
     window = (min(window_left, _MAX_INT32), 0 if causal else min(window_right, _MAX_INT32))  # some write "no limit" as a huge one
     return head_dim**-0.5 if softmax_scale is None else softmax_scale, window
+
+
+def _check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
+    heads = q.shape[-2]
+    if not isinstance(s_aux, torch.Tensor) or not s_aux.is_floating_point() or tuple(s_aux.shape) != (heads,):
+        got = f"{s_aux.dtype} {list(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
+        raise ValueError(f"s_aux must be a floating-point tensor of shape [{heads}], a sink for each query head, got {got}")
+    if s_aux.device != q.device:
+        raise ValueError(f"s_aux must be on {q.device}, as q is, got one on {s_aux.device}; move it there")
 
 
 def _is_window(window_size: object) -> bool:

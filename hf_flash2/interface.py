@@ -210,13 +210,34 @@ def _gated(method: Any) -> Any:
         if reason is not None:
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
         try:
-            return method(self, *args, **kwargs)
+            with _among_compatible(self):
+                return method(self, *args, **kwargs)
         except (ValueError, ImportError) as error:
             if _problems:
                 raise ValueError(f"hf_flash2 is not fully registered: {'; '.join(_problems)}") from error
             raise
 
     return admit
+
+
+@contextlib.contextmanager
+def _among_compatible(model: torch.nn.Module) -> Iterator[None]:
+    """Our name among the implementations that a model says it is compatible with: Transformers takes the first of them for any other."""
+    compatible = getattr(model, _COMPATIBLE, None)
+    if compatible is None:
+        yield
+        return
+    own = vars(model).get(_COMPATIBLE)
+    setattr(model, _COMPATIBLE, [*compatible, NAME, PAGED_NAME])
+    try:
+        yield
+    finally:
+        delattr(model, _COMPATIBLE)
+        if own is not None:
+            setattr(model, _COMPATIBLE, own)
+
+
+_COMPATIBLE = "_compatible_flash_implementations"
 
 
 def reason_model_unsupported(model: torch.nn.Module) -> str | None:
@@ -227,9 +248,9 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
             "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
             f'there is none; use {others} (for one part of a composite model: {{"vision_config": "eager", "text_config": "hf_flash2"}})'
         )
-    compatible = getattr(model, "_compatible_flash_implementations", None)
-    if compatible and NAME not in compatible:
-        return f'it accepts only {", ".join(compatible)} because of what its attention adds (sinks or sparse patterns); use "eager"'
+    compatible = getattr(model, _COMPATIBLE, None)
+    if compatible and NAME not in compatible and not _adds_sinks_alone(type(model)):
+        return f'it accepts only {", ".join(compatible)} because of what its attention adds (as sparse patterns); use "eager"'
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if softcap:
         return f'it caps the attention scores (attn_logit_softcapping={softcap}), which no hf_flash2 kernel does yet; use "eager"'
@@ -245,6 +266,15 @@ def _calls_the_interface(model_class: type) -> bool:
     sources = [_source(name) for name in {c.__module__ for c in own}]
     has_attention = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) for source in sources)
     return not has_attention or any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+
+
+@functools.cache
+def _adds_sinks_alone(model_class: type) -> bool:
+    """Whether sinks are what the layers of a model with a list of compatible implementations hand over besides the usual, as GPT-OSS does.
+    What else they might is refused by name when it comes."""
+    calls = re.findall(r"\battention_interface\((?:[^()]|\([^()]*\))*\)", _source(model_class.__module__))
+    beyond = re.compile(rf"\b({'|'.join(_UNSUPPORTED)})=")
+    return bool(calls) and all("s_aux=" in call and not beyond.search(call) for call in calls)
 
 
 @functools.cache
@@ -580,8 +610,6 @@ _HARMLESS = {
 # What no kernel of ours does yet, by the name it arrives under.
 _UNSUPPORTED = {
     "softcap": "caps the attention scores",
-    "s_aux": "adds attention sinks",
-    "sinks": "adds attention sinks",
     "position_bias": "adds a bias to the attention scores",
     "head_mask": "masks heads",
     "indices": "selects keys",
@@ -604,6 +632,7 @@ def hf_flash2_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     cache: Any = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function Transformers calls in every layer.
@@ -614,6 +643,7 @@ def hf_flash2_attention(
         sliding_window: number of tokens a query sees, itself included; None = all.
         is_causal: wins over `module.is_causal`; a mask of ours wins over both.
         cache: the paged cache of continuous batching.
+        s_aux: attention sinks [H], as GPT-OSS has them: `flash_attn_func`.
         kwargs: as in `attend`.
     Returns:
         (out [B, Sq, H, D], None).
@@ -636,7 +666,7 @@ def hf_flash2_attention(
     out = attend(
         module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
         causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        scaling=scaling, dropout=dropout, sliding_window=sliding_window, **kwargs,
+        scaling=scaling, dropout=dropout, sliding_window=sliding_window, s_aux=s_aux, **kwargs,
     )  # fmt: skip
     return out, None
 
@@ -658,6 +688,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Attention of one layer, from projections to out: the core of `hf_flash2_attention`, in our layout.
@@ -665,7 +696,7 @@ def attend(
     Args:
         module: the attention layer, for messages, its config and the call record.
         q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], any strides.
-        attention_mask, sliding_window: as in `hf_flash2_attention`.
+        attention_mask, sliding_window, s_aux: as in `hf_flash2_attention`.
         causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
         kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart),
             what changes the result and has no kernel is refused, the rest is ignored.
@@ -685,31 +716,30 @@ def attend(
         causal = known.causal
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
-        out = _run_kernel(
-            module, q, k, v, sequences, documents, dropout, scaling, causal, sliding_window, bool(kwargs.get("deterministic"))
-        )
+        options = {"dropout_p": dropout, "softmax_scale": scaling, "s_aux": s_aux, "deterministic": bool(kwargs.get("deterministic"))}
+        out = _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options)
         _record_backend(module)
     else:
         _fall_back(module, reason)
-        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window)
+        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux)
     if out.dtype != q_dtype and not _autocasts(out.device.type):
         out = out.to(q_dtype)
     return out
 
 
-def _run_kernel(module, q, k, v, sequences, documents, dropout, scaling, causal, sliding_window, deterministic) -> torch.Tensor:
-    settings = (dropout, scaling, causal, _window(causal, sliding_window))
+def _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options: dict[str, Any]) -> torch.Tensor:
+    options |= {"causal": causal, "window_size": _window(causal, sliding_window)}
     if documents is not None:
         _record(module, "documents")
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        return flash_attn_varlen_func(*packed, *documents, *settings, deterministic=deterministic).unflatten(0, q.shape[:2])
+        return flash_attn_varlen_func(*packed, *documents, **options).unflatten(0, q.shape[:2])
     if sequences is not None:
         _record(module, "padded")
         padded = sequences.padded(q.shape[1], same_tokens=causal or bool(sliding_window))
         ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
-        return flash_attn_ranges_func(q, k, v, *ranges, *settings, deterministic=deterministic)
+        return flash_attn_ranges_func(q, k, v, *ranges, **options)
     _record(module, "dense")
-    return flash_attn_func(q, k, v, *settings, deterministic=deterministic)
+    return flash_attn_func(q, k, v, **options)
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:
@@ -866,10 +896,10 @@ def _fall_back(module: torch.nn.Module, reason: str) -> None:
     notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
 
 
-def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window) -> torch.Tensor:
+def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux) -> torch.Tensor:
     """The same attention, exactly, by torch: [B, Sq, H, D]."""
     if documents is not None:
-        return _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window)
+        return _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux)
     if sequences is not None:
         dense_mask = sequences.visible(q.shape[1], causal, sliding_window)
     elif dense_mask is None:
@@ -878,16 +908,23 @@ def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, s
         dense_mask = dense_mask[..., : k.shape[1]]
         dense_mask = dense_mask if dense_mask.dtype == torch.bool else dense_mask.to(q.dtype)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if s_aux is not None:  # a key and a value of zeros more, whose score is the sink
+        if dense_mask.dtype == torch.bool:
+            dense_mask = torch.zeros_like(dense_mask, dtype=q.dtype).masked_fill(~dense_mask, float("-inf"))
+        rows = (q.shape[0], q.shape[1], q.shape[2])
+        sinks = s_aux.to(q.dtype).view(1, -1, 1, 1).expand(*rows, 1)
+        dense_mask = torch.cat((dense_mask.expand(*rows, k.shape[2]), sinks), -1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, scale=scaling, enable_gqa=gqa).transpose(1, 2)
 
 
-def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window) -> torch.Tensor:
+def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux) -> torch.Tensor:
     """One document after the other. Reads the lengths, so it synchronises with the host."""
     tokens_q, tokens_k, tokens_v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     bounds_q, bounds_k = documents.cu_seqlens_q.tolist(), documents.cu_seqlens_k.tolist()
     pieces = [
-        _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], None, None, None, dropout, scaling, causal, sliding_window)
+        _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], None, None, None, dropout, scaling, causal, sliding_window, s_aux)
         for q0, q1, k0, k1 in zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
     ]
     out = torch.cat(pieces, 1)

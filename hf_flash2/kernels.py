@@ -12,19 +12,19 @@ from . import native
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 # Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
-_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "Q" + "iiiiiiiiiiiiiiff")
-_BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQii")
+_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "QQ" + "iiiiiiiiiiiiiiff")
+_BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
 _WORKSPACE_BYTES_AT = struct.calcsize("=QQQ")  # in _FORWARD
-_FORWARD_ADDRESSES = struct.Struct("=13Q")
-_BACKWARD_ADDRESSES = struct.Struct("=19Q")
+_FORWARD_ADDRESSES = struct.Struct("=14Q")
+_BACKWARD_ADDRESSES = struct.Struct("=21Q")
 _ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
 _CROSS_ENTROPY = struct.Struct("=QQ" + "QQQq" + "iiii")
 
-# seqlens_q, seqlens_k, key_mask, rng_state, as in ops.py. DENSE itself, not an equal tuple, takes the short way.
-Sequences = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-DENSE: Sequences = (None, None, None, None)
-_NO_SEQUENCES = (0, 0, 0, 0, 0, 0)
+# seqlens_q, seqlens_k, key_mask, rng_state, sinks, as in ops.py. DENSE itself, not an equal tuple, takes the short way.
+Sequences = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+DENSE: Sequences = (None, None, None, None, None)
+_NO_SEQUENCES = (0, 0, 0, 0, 0, 0, 0)
 
 
 class Layout:
@@ -74,7 +74,7 @@ class Layout:
         params = _FORWARD.pack(
             _FORWARD.size, 0, 0, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
             0, 0 if packed else softmax_lse.stride(0), softmax_lse.stride(-2), 0, 0, 0, 0,
-            0, 0 if key_mask is None else key_mask.stride(0), 0,
+            0, 0 if key_mask is None else key_mask.stride(0), 0, 0,
             device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
             native.forced_family(), softmax_scale, dropout_p,
@@ -120,8 +120,9 @@ class Layout:
         softmax_lse: torch.Tensor,
         sequences: Sequences,
         deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Run the backward kernels on the current stream of q's device. Returns dq, dk, dv and the kernel family that ran.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+        """Run the backward kernels on the current stream of q's device. Returns dq, dk, dv, dsinks (None where there are no sinks) and the
+        kernel family that ran.
 
         Args:
             out, softmax_lse: as `forward` returned them. dout: of any strides; dlse: None = zero.
@@ -136,9 +137,12 @@ class Layout:
         dout = _aligned(readable(dout))
         dlse = None if dlse is None else dlse.contiguous()
         dq, dk, dv = map(torch.empty_like, self._gradients)
+        sinks = sequences[4]
+        dsinks = None if sinks is None else torch.empty_like(sinks)
         addresses = (
             _current_stream(self._device), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), softmax_lse.data_ptr(),
             *self._sequence_addresses(*sequences), dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), _address(dlse),
+            _address(dsinks),
         )  # fmt: skip
         lib, key = self._library, (dout.stride(), deterministic)
         found = self._backwards.get(key)
@@ -147,7 +151,7 @@ class Layout:
         params, workspace_like = found
         workspace = torch.empty_like(workspace_like)
         family = lib.hf_flash2_backward(params, _BACKWARD_ADDRESSES.pack(*addresses, workspace.data_ptr()))
-        return dq, dk, dv, native.checked(lib, family)
+        return dq, dk, dv, dsinks, native.checked(lib, family)
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> bool:
         """Whether tensors of the right shapes have the strides of this layout."""
@@ -172,7 +176,7 @@ class Layout:
         tensors = [field for x in tensors for field in _unaddressed(x)]
 
         def pack(workspace_bytes: int) -> bytes:
-            return head + _BACKWARD_TAIL.pack(*tensors, 0, 0, workspace_bytes, int(deterministic), 0)
+            return head + _BACKWARD_TAIL.pack(*tensors, 0, 0, 0, workspace_bytes, int(deterministic), 0)
 
         needed = native.checked(lib, lib.hf_flash2_backward_workspace_bytes(pack(0), _BACKWARD_ADDRESSES.pack(*addresses, 0)))
         return pack(needed), self._scratch(needed)
@@ -181,9 +185,10 @@ class Layout:
         """A tensor as large as that, but for its memory."""
         return _free(self._gradients[0].new_empty(1, dtype=torch.uint8).expand(size_bytes))
 
-    def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state) -> tuple[int, ...]:
+    def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state, sinks) -> tuple[int, ...]:
         at_q, at_k = _address(seqlens_q), _address(seqlens_k)
-        return *((at_q, 0, at_k, 0) if self._packed else (0, at_q, 0, at_k)), _address(key_mask), _address(rng_state)
+        at = (at_q, 0, at_k, 0) if self._packed else (0, at_q, 0, at_k)
+        return *at, _address(key_mask), _address(rng_state), _address(sinks)
 
 
 def rotary(

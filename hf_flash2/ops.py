@@ -6,8 +6,9 @@ an op directly is for tests and for compilers. In eager mode, plain CUDA tensors
 q: [B, Sq, H, D], k: [B, Sk, Hk, D], v: [B, Sk, Hk, Dv] -> out [B, Sq, H, Dv]; on CUDA D and Dv are multiples of 8.
 Sequences (`seqlens_q`, `seqlens_k`, int32): None = dense [B, S, H, D]; 1-D [B + 1] = cumulative lengths of packed [T, H, D];
 2-D [2, B] = (start, length) ranges into dense tensors. With `key_mask` (uint8 [B, Sk], 1 = visible) seqlens_k is [3, B] and its third row
-is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2]) keys the dropout mask.
-`softmax_lse` is float32, natural log, [B, H, Sq] or [H, Tq]; +inf for rows that see no key and for rows outside every range.
+is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2]) keys the dropout mask. `sinks` (float32 [H], contiguous): a
+logit for each query head that every row counts in its sum, beside its scores; `dsinks` is empty where there are none.
+`softmax_lse` is float32, natural log, with the sinks, [B, H, Sq] or [H, Tq]; +inf for rows without keys and for rows outside every range.
 """
 
 import torch
@@ -18,7 +19,7 @@ from .kernels import DENSE
 
 _library = torch.library.Library("hf_flash2", "DEF")
 
-_SEQUENCES = "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? key_mask, Tensor? rng_state"
+_SEQUENCES = "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? key_mask, Tensor? rng_state, Tensor? sinks"
 _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
     "float dropout_p, bool deterministic"
@@ -29,7 +30,7 @@ _library.define(
 )
 _library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_SEQUENCES}, {_NUMBERS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -74,16 +75,18 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     return *batch, heads, tokens
 
 
-def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
+def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
-    return _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers).forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state))
+    plan = _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
+    return plan.forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state, sinks))
 
 
-def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, *numbers):
+def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
     tensors = (q, k, v, out.contiguous(), softmax_lse.contiguous())
-    sequences = (seqlens_q, seqlens_k, key_mask, rng_state)
-    return _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers).backward(dout, dlse, *tensors, sequences)
+    plan = _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
+    dq, dk, dv, dsinks = plan.backward(dout, dlse, *tensors, (seqlens_q, seqlens_k, key_mask, rng_state, sinks))
+    return dq, dk, dv, _no_sinks(q) if dsinks is None else dsinks
 
 
 def _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple) -> "Plan":
@@ -97,24 +100,30 @@ def _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple) -> "Plan":
 
 
 def _forward_cpu(
-    q, k, v, seqlens_q, seqlens_k, key_mask, rng_state,
+    q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
     global _last_backend
     _last_backend = "cpu-reference"
     return reference.attention_forward(
-        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, softmax_scale, window_left, window_right, dropout_p
+        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks, softmax_scale, window_left, window_right, dropout_p
     )
 
 
 def _backward_cpu(
-    dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+    dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
 ):  # fmt: skip
-    return reference.attention_backward(
-        dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state,
+    dq, dk, dv, dsinks = reference.attention_backward(
+        dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
         softmax_scale, window_left, window_right, dropout_p,
     )  # fmt: skip
+    return dq, dk, dv, _no_sinks(q) if dsinks is None else dsinks
+
+
+def _no_sinks(q: torch.Tensor) -> torch.Tensor:
+    """What stands for dsinks where there are none: an op returns tensors."""
+    return q.new_empty(0, dtype=torch.float32)
 
 
 _library.impl("forward", _forward_cuda, "CUDA")
@@ -129,8 +138,9 @@ def _forward_fake(q, k, v, *_):
 
 
 @torch.library.register_fake("hf_flash2::backward", lib=_library)
-def _backward_fake(dout, dlse, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _backward_fake(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *_):
+    dsinks = _no_sinks(q) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 class Plan:
@@ -145,14 +155,14 @@ class Plan:
         self._layout, self._numbers = layout, numbers
 
     def attention(self, q, k, v, sequences: kernels.Sequences):
-        """out, differentiable."""
+        """out, differentiable; without sinks."""
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _apply_planned(self, q, k, v, sequences)
         return self.forward(q, k, v, sequences)[0]
 
     def attention_with_lse(self, q, k, v, sequences: kernels.Sequences):
-        """(out, softmax_lse), differentiable."""
-        return _apply_with_lse(self, q, k, v, sequences) if torch.is_grad_enabled() else self.forward(q, k, v, sequences)
+        """(out, softmax_lse), differentiable, also by sinks."""
+        return _apply_with_lse(self, q, k, v, sequences[4], sequences) if torch.is_grad_enabled() else self.forward(q, k, v, sequences)
 
     def forward(self, q, k, v, sequences):
         try:
@@ -165,13 +175,13 @@ class Plan:
         return out, softmax_lse
 
     def backward(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
-        """dq, dk, dv, below autograd."""
+        """dq, dk, dv, dsinks (None where there are no sinks), below autograd."""
         layout, deterministic = self._layout, self._numbers[-1]
         try:
-            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:3]
+            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:4]
         except native.MisalignedError:
             layout, q, k, v = layout.aligned(q, k, v, sequences)
-            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:3]
+            return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:4]
 
     def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         """The same for autograd."""
@@ -202,12 +212,13 @@ def forms(q, k, v, seqlens_q, seqlens_k, key_mask) -> tuple:
     """All about the tensors of a call but their values and addresses, to look it up by."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        None if seqlens_q is None else _form(seqlens_q), None if seqlens_k is None else _form(seqlens_k),
-        None if key_mask is None else _form(key_mask),
+        None if seqlens_q is None else form(seqlens_q), None if seqlens_k is None else form(seqlens_k),
+        None if key_mask is None else form(key_mask),
     )  # fmt: skip
 
 
-def _form(x: torch.Tensor) -> tuple:
+def form(x: torch.Tensor) -> tuple:
+    """Of one tensor."""
     return x.shape, x.stride(), x.dtype, x.device
 
 
@@ -246,18 +257,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, softmax_lse, *sequences = ctx.saved_tensors
-        return None, *ctx.plan.differentiate(dout, None, q, k, v, out, softmax_lse, sequences or DENSE), None
+        dq, dk, dv, _ = ctx.plan.differentiate(dout, None, q, k, v, out, softmax_lse, sequences or DENSE)
+        return None, dq, dk, dv, None
 
 
 class _AttentionWithLse(torch.autograd.Function):
-    """The same, of a Plan or _Dispatched, with softmax_lse for a second result.
+    """The same, of a Plan or _Dispatched, with softmax_lse for a second result, and with sinks, which are in `sequences`, too.
 
     PERF: autograd takes time for each result: one where nobody asks for two. Registered by hand under the Autograd key;
     torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
     """
 
     @staticmethod
-    def forward(ctx, plan, q, k, v, sequences):
+    def forward(ctx, plan, q, k, v, sinks, sequences):
         out, softmax_lse = plan.forward(q, k, v, sequences)
         ctx.save_for_backward(q, k, v, out, softmax_lse, *sequences)
         ctx.plan = plan
@@ -269,9 +281,10 @@ class _AttentionWithLse(torch.autograd.Function):
         q, k, v, out, softmax_lse, *sequences = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return None, None, None, None, None
+                return None, None, None, None, None, None
             dout = torch.zeros_like(out)
-        return None, *ctx.plan.differentiate(dout, dlse, q, k, v, out, softmax_lse, sequences), None
+        dq, dk, dv, dsinks = ctx.plan.differentiate(dout, dlse, q, k, v, out, softmax_lse, sequences)
+        return None, dq, dk, dv, None if sequences[4] is None else dsinks, None
 
 
 # PERF: what Function.apply calls in the end; its own checks, 3 us, are about functorch, which `plain` excludes.
@@ -312,7 +325,7 @@ class _AttentionGradient(torch.autograd.Function):
 def _forward_autograd(*args):
     if not torch.is_grad_enabled():
         return _DISPATCHED[0](*args)
-    return _AttentionWithLse.apply(_Dispatched(args[7:]), *args[:3], args[3:7])
+    return _AttentionWithLse.apply(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
 
 
 def _backward_autograd(*args):

@@ -22,6 +22,7 @@ def attention_forward(
     seqlens_k: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rng_state: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     softmax_scale: float,
     window_left: int,
     window_right: int,
@@ -34,7 +35,7 @@ def attention_forward(
     lse = torch.full(lse_shape, math.inf, dtype=torch.float32, device=q.device)
     for s in _sequences(q, k, seqlens_q, seqlens_k, key_mask):
         scores = _scores(s, s.take(q, s.q_rows), s.take(k, s.k_rows), compute, softmax_scale, window_left, window_right)
-        row_lse = scores.logsumexp(dim=-1)
+        row_lse = _row_lse(scores, sinks)
         probs = _probabilities(scores, row_lse)
         if dropout_p > 0:
             keep = _keep(s, rng_state, probs, dropout_p)
@@ -57,20 +58,23 @@ def attention_backward(
     seqlens_k: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rng_state: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     softmax_scale: float,
     window_left: int,
     window_right: int,
     dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv by recomputation: dS = P * (dP - delta), delta = rowsum(dout * out) - dlse."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv by recomputation: dS = P * (dP - delta), delta = rowsum(dout * out) - dlse; and dsinks, None without sinks: a score that
+    has no value, so dP = 0."""
     compute = _compute_dtype(q)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=compute)
     for s in _sequences(q, k, seqlens_q, seqlens_k, key_mask):
         heads_k = k.shape[-2]
         qs, ks, vs = s.take(q, s.q_rows), s.take(k, s.k_rows), s.take(v, s.k_rows)
         scores = _scores(s, qs, ks, compute, softmax_scale, window_left, window_right)
         # float64 inputs recompute lse: the stored one is float32
-        row_lse = scores.logsumexp(dim=-1) if compute == torch.float64 else _regroup(s.take_lse(softmax_lse), heads_k)
+        row_lse = _row_lse(scores, sinks) if compute == torch.float64 else _regroup(s.take_lse(softmax_lse), heads_k)
         probs = _probabilities(scores, row_lse)
         do = _group(s.take(dout, s.q_rows), heads_k).to(compute)
         delta = (do * _group(s.take(out, s.q_rows), heads_k).to(compute)).sum(-1, keepdim=True)
@@ -86,7 +90,10 @@ def attention_backward(
         # the query heads of a group share one key head: their gradients add up
         s.put(dk, s.k_rows, (dscores.transpose(-1, -2) @ _group(qs, heads_k).to(compute)).sum(-3).transpose(-2, -3))
         s.put(dv, s.k_rows, (dropped.transpose(-1, -2) @ do).sum(-3).transpose(-2, -3))
-    return dq, dk, dv
+        if sinks is not None:
+            of_rows = _probabilities(_beside(sinks, row_lse), row_lse).masked_fill(row_lse.isinf().unsqueeze(-1), 0.0) * delta
+            dsinks -= of_rows.sum((0, -2, -1)).flatten()
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
 
 
 def dropout_keep_mask(rng_state: torch.Tensor, batch: range, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
@@ -198,6 +205,19 @@ def _scores(s, q, k, compute, softmax_scale, window_left, window_right):
     if s.key_mask is not None:
         scores = scores.masked_fill(~s.key_mask.view(len(s.batch), 1, 1, 1, -1).bool(), -math.inf)
     return scores
+
+
+def _row_lse(scores, sinks):
+    """logsumexp of the scores and, in rows that see a key, of the sink of their head: [B, Hk, G, Sq]"""
+    row_lse = scores.logsumexp(dim=-1)
+    if sinks is None:
+        return row_lse
+    return row_lse.logaddexp(_beside(sinks, row_lse).squeeze(-1)).masked_fill(row_lse == -math.inf, -math.inf)
+
+
+def _beside(sinks, row_lse):
+    """[H] -> [B, Hk, G, Sq, 1]: a score of each row"""
+    return sinks.to(row_lse.dtype).view(1, *row_lse.shape[1:3], 1, 1).expand(*row_lse.shape, 1)
 
 
 def _probabilities(scores, row_lse):

@@ -34,6 +34,7 @@ class Case:
     rise: float = 0.0  # by which scores are higher, for every third query and a fourth of it for the next, 128 keys further to the front
     dropout_p: float = 0.0
     head_dim_v: int | None = None  # default: head_dim
+    sinks: float = 0.0  # standard deviation of the attention sinks; 0 = none
 
     def __post_init__(self):
         if self.lengths_k is None:
@@ -55,6 +56,7 @@ class Case:
         parts += [f"mag{self.magnitude:g}"] if self.magnitude != 1 else []
         parts += [f"rise{self.rise:g}"] if self.rise else []
         parts += [f"drop{self.dropout_p:g}"] if self.dropout_p else []
+        parts += [f"sinks{self.sinks:g}"] if self.sinks else []
         return "-".join(parts)
 
     @property
@@ -195,6 +197,22 @@ def _table() -> list[Case]:
             Case("long", head_dim=128, heads=(8, 1), lengths_q=(1,), lengths_k=(20001,), causal=causal),
             Case("many", heads=(2, 1), lengths_q=(3, 1, 0, 2) * 40, form="packed", causal=causal),
         ]
+        cases += [Case("sinks", d, (8, 2), (150,) * 2, causal=causal, sinks=2.0) for d in KERNEL_HEAD_DIMS]
+        cases += [
+            Case("sinks", 192, head_dim_v=128, lengths_q=RAGGED, form="packed", causal=causal, sinks=2.0),
+            Case("sinks", 40, (5, 5), EMPTY_Q, EMPTY_K, form="packed", causal=causal, sinks=2.0),
+            Case("sinks", 64, (8, 1), RAGGED, form="packed", causal=causal, window=(127, -1), layout="tail", sinks=2.0),
+            Case("sinks", 64, (2, 1), lengths_q=(3, 1, 0, 2) * 12, form="packed", causal=causal, sinks=2.0),
+            Case("sinks", 128, (8, 2), lengths_q=(1, 3), lengths_k=(70, 1100), form="ranges", padding="left", causal=causal, sinks=2.0),
+            Case("sinks", 64, (8, 1), lengths_q=(1,), lengths_k=(2100,), causal=causal, layout="cache", sinks=2.0),  # keys are split
+            Case("sinks", 128, (4, 2), lengths_q=(66,) * 2, lengths_k=(130,) * 2, causal=causal, sinks=60.0),  # alone, or as if not there
+            Case("sinks", 128, (4, 2), lengths_q=(66,) * 2, lengths_k=(130,) * 2, causal=causal, magnitude=20.0, sinks=200.0),
+            Case("sinks", 64, (4, 2), (70,), (600,), causal=causal, rise=12.0, sinks=5.0),
+            Case("sinks", 100, causal=causal, layout="misaligned", sinks=2.0),
+            Case("sinks", 64, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, sinks=2.0),
+        ]
+        for padding in ("right", "mixed", "holes"):
+            cases.append(Case("sinks", 128, (4, 2), RAGGED, form="ranges", padding=padding, causal=causal, sinks=2.0))
         cases += [  # enough tiles for the larger ones of the Hopper forward, to 512 tokens and above
             Case("tiles", 128, (16, 8), lengths_q=(longest, longest), causal=causal) for longest in (500, 700)
         ]
@@ -258,6 +276,7 @@ class Sample:
         self.dout = self._random(self.valid_q, heads_q, case.head_dim_v)
         if case.layout == "expanded_dout":
             self.dout = self._zero_outside(self.dout[:1, :1, :1].expand_as(self.dout), self.valid_q)
+        self.sinks = torch.randn(heads_q, device=self.device, generator=self.generator) * case.sinks if case.sinks else None
         self.dlse = torch.randn(self.batch, heads_q, self.seqlen_q, device=self.device, generator=self.generator)
         self.dlse = self.dlse.masked_fill(~self.visible.any(-1)[:, None], 0.0)
 
@@ -297,12 +316,13 @@ class Sample:
     # The oracle's side
 
     def expected(self, dtype: torch.dtype, keep: torch.Tensor | None = None, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-        """out, lse, dq, dk, dv of the textbook formula on the same values, computed in `dtype`."""
+        """out, lse, dq, dk, dv and, with sinks, dsinks of the textbook formula on the same values, computed in `dtype`."""
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
         lse_dtype = torch.promote_types(dtype, torch.float32)
         return oracle.gradients(
             q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None,
             visible=self.visible, softmax_scale=self.softmax_scale, keep=keep, dropout_p=self.case.dropout_p,
+            sinks=None if self.sinks is None else self.sinks.to(lse_dtype),
         )  # fmt: skip
 
     def sum_sizes(self) -> dict[str, float]:
@@ -311,11 +331,13 @@ class Sample:
         The exponential turns one rounding of a score s into |s| roundings of a probability.
         """
         if 0 in (*self.q.shape, *self.k.shape):
-            return dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+            return dict.fromkeys(("out", "dq", "dk", "dv", "dsinks"), 0.0)
         q, k, v, dout = (x.double().abs().max().item() for x in (self.q, self.k, self.v, self.dout))
         exponent = max(1.0, q * k * self.case.head_dim**0.5)
-        dscores = self.dout.double().norm(dim=-1).max().item() * self.v.double().norm(dim=-1).max().item() * self.softmax_scale
-        return {"out": exponent * v, "dq": exponent * dscores * k, "dk": exponent * dscores * q, "dv": exponent * dout}
+        dprobs = self.dout.double().norm(dim=-1).max().item() * self.v.double().norm(dim=-1).max().item()
+        dscores = dprobs * self.softmax_scale
+        dsinks = exponent * dprobs * sum(self.case.lengths_q) ** 0.5
+        return {"out": exponent * v, "dq": exponent * dscores * k, "dk": exponent * dscores * q, "dv": exponent * dout, "dsinks": dsinks}
 
     def dropout_keep(self, rng_state: torch.Tensor) -> torch.Tensor:
         """The kernels' dropout mask as bool [B, H, Sq, Sk]: drawn per sequence, placed where the sequence lies."""
@@ -344,7 +366,8 @@ class Sample:
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, softmax_lse) of the public function for this case's form."""
         case = self.case
-        options = {"dropout_p": case.dropout_p, "causal": case.causal, "window_size": case.window, "return_attn_probs": True} | overrides
+        options = {"dropout_p": case.dropout_p, "causal": case.causal, "window_size": case.window, "s_aux": self.sinks}
+        options |= {"return_attn_probs": True} | overrides
         if case.form == "dense":
             result = flash_attn_func(q, k, v, **options)
         elif case.form == "packed":
@@ -360,8 +383,12 @@ class Sample:
         return result[:2]
 
     def actual(self, with_dlse: bool = False, **overrides) -> dict[str, torch.Tensor]:
-        """out, lse, dq, dk, dv of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
+        """out, lse, dq, dk, dv, dsinks of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
         q, k, v, dout = self.inputs()
+        inputs = (q, k, v)
+        if self.sinks is not None:
+            overrides["s_aux"] = self.sinks.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
+            inputs += (overrides["s_aux"],)
         poison(q, k, v, dout)
         out, lse = self.call(q, k, v, **overrides)
         outputs, grads = [out], [dout]
@@ -369,13 +396,14 @@ class Sample:
             outputs.append(lse)
             grads.append(self.dlse if lse.dim() == 3 else self.dlse.transpose(1, 2)[self.valid_q].T)
         poison(q, k, v, dout)
-        dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
+        dq, dk, dv, *dsinks = torch.autograd.grad(outputs, inputs, grads)
         return {
             "out": self._from_form(out.detach(), self.valid_q),
             "lse": self._lse_from_form(lse.detach()),
             "dq": self._from_form(dq, self.valid_q),
             "dk": self._from_form(dk, self.valid_k),
             "dv": self._from_form(dv, self.valid_k),
+            **dict(zip(("dsinks",), dsinks, strict=False)),
         }
 
     def _to_form(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,13 @@ def attention(
     softmax_scale: float,
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eager attention as Transformers writes it: scores and probabilities in the dtype of q, softmax in at least float32.
 
     Args:
-        q [B, Sq, H, D]; k, v [B, Sk, Hk, D]; visible bool [B, Sq, Sk]; keep bool [B, H, Sq, Sk]: probabilities dropout leaves alone.
+        q [B, Sq, H, D]; k, v [B, Sk, Hk, D]; visible bool [B, Sq, Sk]; keep bool [B, H, Sq, Sk]: probabilities dropout leaves alone;
+        sinks [H]: a score more in each row, whose probability is thrown away.
     Returns:
         out [B, Sq, H, D] with zeros in rows that see no key, and their log-sum-exp [B, H, Sq] (+inf in such rows).
     """
@@ -61,7 +63,9 @@ def attention(
     scores = (query @ key.transpose(-1, -2) * softmax_scale).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores.masked_fill(~visible[:, None], -math.inf)
     blind = ~visible.any(-1)[:, None]  # [B, 1, Sq]
-    probs = scores.softmax(-1).to(q.dtype).masked_fill(blind[..., None], 0.0)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    probs = scores.softmax(-1)[..., : k.shape[1]].to(q.dtype).masked_fill(blind[..., None], 0.0)
     if keep is not None:
         probs = probs * keep / (1 - dropout_p)
     lse = scores.logsumexp(-1).masked_fill(blind, math.inf)
@@ -71,12 +75,15 @@ def attention(
 def gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None = None, **kwargs
 ) -> dict[str, torch.Tensor]:
-    """out, lse, dq, dk, dv of `attention` in the dtype of q."""
+    """out, lse, dq, dk, dv of `attention` in the dtype of q; with sinks, dsinks in the dtype of these."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    inputs = {"dq": q, "dk": k, "dv": v}
+    if kwargs.get("sinks") is not None:
+        inputs["dsinks"] = kwargs["sinks"] = kwargs["sinks"].detach().requires_grad_()
     out, lse = attention(q, k, v, **kwargs)
     outputs, grads = [out], [dout]
     if dlse is not None:
         outputs.append(lse)
         grads.append(dlse)
-    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    of_inputs = torch.autograd.grad(outputs, tuple(inputs.values()), grads)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(inputs, of_inputs, strict=True))}

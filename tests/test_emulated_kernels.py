@@ -45,7 +45,7 @@ def problems() -> list[tuple[str, Case]]:
         cases = [case for case in CASES if case.scores * case.head_dim < LONGEST and not (family == "sm90" and case.beyond_hopper)]
         sample = [case for case in cases if case.group != "long"][::every]
         always = [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300)]
-        always += [case for case in cases if case.group == "value" and case.layout == "wide"]
+        always += [case for case in cases if (case.group == "value" and case.layout == "wide") or case.group == "sinks"]
         sample += [case for case in always if case not in sample]
         chosen += [(family, case) for case in (cases if os.environ.get("HF_FLASH2_EMULATE") == "all" else sample)]
     return chosen
@@ -487,12 +487,12 @@ FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128
 SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks
     (Case("shared", 128, heads=(1, 1), lengths_q=(500,), lengths_k=(1300,)), 1),
     (Case("shared", 128, heads=(1, 1), lengths_q=(640,), lengths_k=(3000,)), 2),  # the second thread block has a piece of both
-    (Case("shared", 128, heads=(5, 1), lengths_q=(100, 100), lengths_k=(1290, 1290)), 1),  # heads and sequences
+    (Case("shared", 128, heads=(5, 1), lengths_q=(100, 100), lengths_k=(1290, 1290), sinks=2.0), 1),  # heads and sequences
     (Case("shared", 64, heads=(7, 1), lengths_q=(100,), lengths_k=(1800,)), 1),  # three consumers, of which the last has no rows
     (Case("shared", 96, heads=(7, 7), lengths_q=(100,), lengths_k=(2000,)), 1),
     (Case("shared", 192, heads=(7, 1), lengths_q=(120,), lengths_k=(1100,), head_dim_v=128), 1),
     (Case("shared", 256, heads=(7, 1), lengths_q=(128,), lengths_k=(750,)), 1),
-    (Case("shared", 256, heads=(28, 7), lengths_q=(25,), lengths_k=(750,)), 1),  # the rows of a group in a tile
+    (Case("shared", 256, heads=(28, 7), lengths_q=(25,), lengths_k=(750,), sinks=2.0), 1),  # the rows of a group in a tile
 ]
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 
 DTYPE = torch.bfloat16  # what CPU and GPU both take
 
-# Parameter order and defaults of flash_attn 2.x.
+# Parameter order and defaults of flash_attn 2.x, then the sinks, under the name that Transformers and builds of FA-3 have for them.
 TAIL = {
     "dropout_p": 0.0,
     "softmax_scale": None,
@@ -29,7 +29,10 @@ PACKED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_se
 
 @pytest.mark.parametrize(
     ("function", "positional", "tail"),
-    [(flash_attn_func, ("q", "k", "v"), TAIL), (flash_attn_varlen_func, PACKED, TAIL | {"block_table": None})],
+    [
+        (flash_attn_func, ("q", "k", "v"), TAIL | {"s_aux": None}),
+        (flash_attn_varlen_func, PACKED, TAIL | {"block_table": None, "s_aux": None}),
+    ],
 )
 def test_signatures_are_those_of_flash_attn(function, positional, tail):
     parameters = inspect.signature(function).parameters
@@ -214,6 +217,10 @@ WRONG = {
     "fractional bound": (packed(bounds=(5.0, 5)), "max_seqlen_q", "integer", "5.0"),
     "negative bound": (packed(bounds=(-1, 5)), "max_seqlen_q", "-1"),
     "softcap": (dense(softcap=30.0), "softcap=30.0", "eager"),
+    "sinks": (dense(s_aux=torch.zeros(2)), "s_aux", "[4]", "each query head", "float32 [2]"),
+    "whole sinks": (dense(s_aux=torch.zeros(4, dtype=torch.int32)), "s_aux", "floating-point", "int32 [4]"),
+    "list of sinks": (dense(s_aux=[0.0] * 4), "s_aux", "tensor", "list"),
+    "sinks elsewhere": (dense(s_aux=torch.zeros(4, device="meta")), "s_aux", "as q is", "meta"),
     "alibi": (dense(alibi_slopes=torch.ones(4)), "alibi_slopes", "eager"),
     "4-D packed": (
         lambda device: flash_attn_varlen_func(*qkv(device), *[torch.tensor([0, 5], dtype=torch.int32, device=device)] * 2, 5, 5),

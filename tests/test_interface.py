@@ -20,7 +20,8 @@ from hf_flash2 import interface
 
 pytestmark = pytest.mark.timeout(120)
 
-DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3", "deepseek_v3"]
+DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3", "deepseek_v3", "gpt_oss"]
+DECODERS += ["mimo_v2_flash"] if hasattr(transformers, "MiMoV2FlashForCausalLM") else []
 
 
 def logits(model, **inputs) -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_a_decoder_made_bidirectional_sees_the_future(device):
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3", "gpt_oss"])
 def test_gradients_of_every_parameter(family, padding, device):
     dtype = DTYPES[0]
     ours, eager = tiny.twins(family, device, dtype)
@@ -412,7 +413,7 @@ def test_caches_with_and_without_a_mask(family, kind, padding, device):
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padding", ["dense", "left"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3", "gpt_oss"])
 def test_greedy_generation_token_by_token(family, padding, cache, device):
     ours, eager = tiny.twins(family, device, DTYPES[0])
     mask = tiny.attention_mask(padding, device)
@@ -434,7 +435,7 @@ def test_generation_of_an_encoder_decoder(device):
     torch.cuda.is_available(), reason="the warm-up on a GPU walks a cache of all its memory in Python: minutes on a large one"
 )
 @pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss"])
 def test_continuous_batching(family, device):
     """Requests of different lengths share one row and a paged cache; the tokens are those of each request alone."""
     ours, eager = tiny.twins(family, device, DTYPES[0])

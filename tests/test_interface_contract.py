@@ -35,12 +35,15 @@ def qkv(device, seqlen_q=SEQLEN, seqlen_k=SEQLEN, heads=4, heads_k=2, head_dim=1
     return [(2 * torch.randn(shape, generator=generator)).to(device, dtype) for shape in shapes]
 
 
-def expected(q, k, v, visible: torch.Tensor, scaling=None) -> torch.Tensor:
-    """[B, Sq, H, D], by the formula, in float32. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0."""
+def expected(q, k, v, visible: torch.Tensor, scaling=None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, Sq, H, D], by the formula, in float32. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0. sinks: [H]"""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
     scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return (probabilities @ v).transpose(1, 2)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)
+    return (probabilities[..., : v.shape[2]] @ v).transpose(1, 2)
 
 
 def causal_band(seqlen_q=SEQLEN, seqlen_k=SEQLEN, device="cpu") -> torch.Tensor:
@@ -140,14 +143,41 @@ def test_the_tensors_are_not_copied(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)),
-     ("sinks", torch.zeros(4)), ("indices", torch.zeros(1)), ("something_new", True)],
+    [("softcap", 50.0), ("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)), ("sinks", torch.zeros(4)),
+     ("indices", torch.zeros(1)), ("something_new", True)],
 )  # fmt: skip
 def test_arguments_that_change_the_result_are_refused(name, argument, device):
     q, k, v = qkv(device)
     with pytest.raises(ValueError, match=f"Layer passes {name} to its attention.*eager"):
         attention(Layer(), q, k, v, **{name: argument})
     attention(Layer(), q, k, v, **{name: None})
+
+
+@pytest.mark.parametrize("route", ["dense", "padded", "documents", "4-D mask", "documents under a 4-D mask", "float64 documents"])
+def test_sinks_take_their_part_on_every_route(route, device):
+    """Kernels, and torch's SDPA where the mask is no plain pattern, or the dtype (of a GPU) not ours; their gradient, too."""
+    q, k, v = qkv(device, batch=1 if "documents" in route else BATCH)
+    if route == "float64 documents":
+        q, k, v = (x.double() for x in (q, k, v))
+    sinks = torch.tensor([2.0, -1.0, 30.0, 0.5], device=device, dtype=DTYPE).requires_grad_()
+    visible, rows = causal_band(device=device)[None, None], None
+    kwargs: dict = {}
+    if "documents" in route:
+        bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+        kwargs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": SEQLEN, "max_length_k": SEQLEN}
+        number = torch.arange(SEQLEN, device=device) >= 5
+        visible = visible & (number[:, None] == number)
+    if route == "padded":
+        kwargs["mask"] = rows = tiny.attention_mask("left", device).bool()
+        visible = visible & rows[:, None, None, :]
+    if "4-D" in route:
+        kwargs["mask"] = visible.expand(q.shape[0], 1, SEQLEN, SEQLEN) & (torch.arange(SEQLEN, device=device) != 3)
+        visible = kwargs["mask"]
+    out, wanted = attention(Layer(), q, k, v, s_aux=sinks, **kwargs), expected(q, k, v, visible, sinks=sinks)
+    assert_close(out, wanted, rows)
+    given = torch.randn_like(wanted) if rows is None else torch.randn_like(wanted) * rows[:, :, None, None]
+    found, truth = (torch.autograd.grad(x, sinks, given.to(x.dtype), retain_graph=True)[0] for x in (out, wanted))
+    torch.testing.assert_close(found.float(), truth.float(), rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
 
 
 def test_harmless_arguments_are_ignored(device):
@@ -184,7 +214,7 @@ def test_shapes_on_the_meta_device(dtype):
 
 def test_deterministic_reaches_the_kernel(device, monkeypatch):
     seen = []
-    monkeypatch.setattr(interface, "flash_attn_func", lambda q, *args, deterministic: seen.append(deterministic) or q)
+    monkeypatch.setattr(interface, "flash_attn_func", lambda q, *args, deterministic, **kwargs: seen.append(deterministic) or q)
     for asked in (True, False, None):
         attention(Layer(), *qkv(device), deterministic=asked)
     assert seen == [True, False, False]

@@ -151,14 +151,28 @@ REFUSED = {
 }
 if VERSION < (5, 0):
     REFUSED["bert"] = "_supports_flash_attn"
-else:
-    REFUSED["gpt_oss"] = "accepts only"
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_that_cannot_be_served_are_refused(family):
     with pytest.raises(ValueError, match=f"cannot run with attn_implementation=.*{REFUSED[family]}"):
         tiny.model(family)
+
+
+def test_models_that_list_what_they_are_compatible_with():
+    """Those whose layers add sinks, and nothing that no kernel does, are served; their list stays as it is, also after a refusal."""
+    model = tiny.model("gpt_oss")
+    compatible = type(model)._compatible_flash_implementations if VERSION >= (5, 0) else None
+    assert model.config._attn_implementation == "hf_flash2" and "_compatible_flash_implementations" not in vars(model)
+    llama = tiny.model("llama", "eager")
+    llama._compatible_flash_implementations = ["somebody/sparse"]
+    with pytest.raises(ValueError, match="accepts only somebody/sparse because of what its attention adds"):
+        llama.set_attn_implementation("hf_flash2")
+    model._compatible_flash_implementations = ["hf_flash2"]  # by whoever has made the model
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation("hf_flash2")
+    assert vars(model)["_compatible_flash_implementations"] == ["hf_flash2"] and model.config._attn_implementation == "hf_flash2"
+    assert compatible is None or "hf_flash2" not in compatible
 
 
 def test_switching_a_model_that_cannot_be_served():

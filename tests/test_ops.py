@@ -39,6 +39,7 @@ FORMS = [
     Case("ops", head_dim=24, head_dim_v=16, lengths_q=(7, 7), causal=True),
     Case("ops", head_dim=16, head_dim_v=24, lengths_q=(3, 7), form="packed"),
     Case("ops", head_dim=16, head_dim_v=8, lengths_q=(3, 7), form="ranges", padding="left"),
+    Case("ops", head_dim=16, lengths_q=(3, 7), form="packed", causal=True, sinks=2.0),
 ]
 forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
 
@@ -98,8 +99,15 @@ def wide_attention(q, k, v, mask):
     return out * lse.transpose(1, 2).unsqueeze(-1).to(out.dtype)
 
 
+def sink_attention(q, k, v, mask):
+    """Sinks that have a gradient, and hand it on to q."""
+    return flash_attn_func(q, k, v, causal=True, s_aux=q.mean((0, 1, 3)))
+
+
 attentions = pytest.mark.parametrize(
-    "attention", (padded_attention, unpadded_attention, packed_attention, dropped_attention, wide_attention), ids=lambda f: f.__name__
+    "attention",
+    (padded_attention, unpadded_attention, packed_attention, dropped_attention, wide_attention, sink_attention),
+    ids=lambda f: f.__name__,
 )
 
 
@@ -314,7 +322,7 @@ def test_dispatched_calls_of_one_layout_are_packed_once(case, packed_calls):
 def op_arguments(**changes) -> dict:
     """Of the forward op, by name."""
     q, k, v = (torch.randn(2, tokens, heads, 64).to(DTYPE) for tokens, heads in ((5, 4), (6, 2), (6, 2)))
-    sequences = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state"))
+    sequences = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state", "sinks"))
     numbers = {
         "max_seqlen_q": 5, "max_seqlen_k": 6, "softmax_scale": 0.125, "window_left": -1, "window_right": -1, "dropout_p": 0.0,
         "deterministic": False,

@@ -31,7 +31,7 @@ def operand(x: torch.Tensor) -> dict:
     return {"data": x.data_ptr(), "batch_stride": batch, "token_stride": token, "head_stride": head}
 
 
-def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask=None, rng_state=None, family=0) -> dict:
+def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask=None, rng_state=None, sinks=None, family=0) -> dict:
     packed = q.dim() == 3
 
     def sequences(x):
@@ -52,6 +52,7 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
         "key_mask": 0 if key_mask is None else key_mask.data_ptr(),
         "key_mask_batch_stride": 0 if key_mask is None else key_mask.stride(0),
         "rng_state": 0 if rng_state is None else rng_state.data_ptr(),
+        "sinks": 0 if sinks is None else sinks.data_ptr(),
         "device": -1,
         "dtype": {torch.float16: 0, torch.bfloat16: 1}[q.dtype],
         "batch": seqlens_q.numel() - 1 if packed else q.shape[0],
@@ -79,7 +80,7 @@ def int32(*shape: int) -> torch.Tensor:
 
 def planned(tensors, others) -> tuple[kernels.Layout, tuple]:
     """The layout of a call, and its sequences."""
-    sequences = tuple(others.get(name) for name in ("seqlens_q", "seqlens_k", "key_mask", "rng_state"))
+    sequences = tuple(others.get(name) for name in ("seqlens_q", "seqlens_k", "key_mask", "rng_state", "sinks"))
     return kernels.Layout(*tensors, *sequences[:3], **NUMBERS), sequences if others else kernels.DENSE
 
 
@@ -90,6 +91,7 @@ CALLS = {
     "ranges": lambda: (dense(), {"seqlens_q": int32(2, 2), "seqlens_k": int32(2, 2)}),
     "holes": lambda: (dense(), {"seqlens_q": int32(2, 2), "seqlens_k": int32(3, 2), "key_mask": torch.ones(2, 6, dtype=torch.uint8)}),
     "packed": lambda: (packed(), {"seqlens_q": int32(4), "seqlens_k": int32(4)}),
+    "sinks": lambda: (dense(), {"sinks": torch.zeros(4)}),
 }
 
 
@@ -140,8 +142,8 @@ def test_backward_params(name, library):
     layout, sequences = planned(tensors, others)
     out, lse, _ = layout.forward(*tensors, sequences)
     dout, dlse = torch.empty_like(out), torch.empty_like(lse)
-    dq, dk, dv, family = layout.backward(dout, dlse, *tensors, out, lse, sequences, True)
-    assert family == 80
+    dq, dk, dv, dsinks, family = layout.backward(dout, dlse, *tensors, out, lse, sequences, True)
+    assert family == 80 and (dsinks is None) == ("sinks" not in others)
     params = library.calls[-1]
     actual = plain(Backward.from_buffer_copy(params))
     assert actual.pop("workspace") != 0
@@ -150,6 +152,7 @@ def test_backward_params(name, library):
         "forward": expected_forward(*tensors, out, lse, **others),
         **{name: operand(x) for name, x in {"dout": dout, "dq": dq, "dk": dk, "dv": dv}.items()},
         "dlse": dlse.data_ptr(),
+        "dsinks": 0 if dsinks is None else dsinks.data_ptr(),
         "workspace_bytes": library.WORKSPACE_BYTES,
         "deterministic": 1,
         "reserved": 0,
@@ -193,7 +196,7 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
         return 80
 
     monkeypatch.setattr(library, "hf_flash2_forward", launch)
-    ops._forward_cuda(*tensors, None, None, None, None, *NUMBERS.values(), False)
+    ops._forward_cuda(*tensors, *kernels.DENSE, *NUMBERS.values(), False)
     if name == "address":  # its strides are those of a plan
         monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
         functional.flash_attn_func(*tensors)
@@ -243,6 +246,8 @@ def test_calls_of_one_layout_are_planned_once(library, monkeypatch):
         lambda: attend(q, k, v, causal=True),
         lambda: attend(q, k, v, window_size=[2, -1]),
         lambda: attend(q, k, v, deterministic=True),
+        lambda: attend(q, k, v, s_aux=torch.zeros(4)),
+        lambda: attend(q, k, v, s_aux=torch.zeros(4).bfloat16()),
         lambda: functional.flash_attn_ranges_func(q, k, v, lengths),
         lambda: functional.flash_attn_ranges_func(q, k, v, None, lengths),
     )
@@ -267,6 +272,7 @@ def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch
         "softcap": lambda: functional.flash_attn_func(q, k, v, softcap=[30.0]),
         "window_size": lambda: functional.flash_attn_func(q, k, v, window_size=(-2, 0)),
         "alibi_slopes": lambda: functional.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4)),
+        "s_aux must be": lambda: functional.flash_attn_func(q, k, v, s_aux=torch.ones(2)),
         "3 dimensions": lambda: functional.flash_attn_varlen_func(q, k, v, q.new_zeros(3).int(), q.new_zeros(3).int(), 5, 5),
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -280,7 +286,7 @@ def test_saved_tensors_may_come_back_with_other_strides(library, monkeypatch):
     monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
     q, k, v = (torch.randn(2, heads, 5, 64).bfloat16().transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
     seen = []
-    monkeypatch.setattr(ops, "backward", lambda dout, dlse, q, k, v, *_: seen.append(q.stride()) or (q, k, v))
+    monkeypatch.setattr(ops, "backward", lambda dout, dlse, q, k, v, *_: seen.append(q.stride()) or (q, k, v, None))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous()):
         functional.flash_attn_func(q, k, v).sum().backward()
     assert seen == [(5 * 4 * 64, 4 * 64, 64, 1)] and not any(len(call) == ctypes.sizeof(Backward) for call in library.calls)

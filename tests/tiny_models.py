@@ -63,13 +63,22 @@ FAMILIES = {
         "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
     }),
+    # attention sinks; one expert, so that rounding changes no route, nor the gradient of a router
+    "gpt_oss": ("GptOssForCausalLM", _DECODER | {
+        "num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    # sinks in the layers with a window alone, which have more key heads than the others; a head dim of its own for v; all experts take part
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", _DECODER | {
+        "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "v_head_dim": 8,
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "swa_head_dim": 16, "swa_v_head_dim": 8,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+    }),
     # what must be refused
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
     "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
     "gptj": ("GPTJForCausalLM", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
     "gemma2": ("Gemma2ForCausalLM", _DECODER),
-    "gpt_oss": ("GptOssForCausalLM", _DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1}),
 }  # fmt: skip
 
 

@@ -113,16 +113,20 @@ struct OnlineSoftmax {
   }
 
   // Completes the row sums and leaves the natural-log lse of each row in row_max. `rescale` is what normalises out: out_scale / sum
-  // (out_scale: 1 / keep probability under dropout). A row that saw no key: rescale 0, lse +inf.
-  __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float out_scale) {
+  // (out_scale: 1 / keep probability under dropout). A row that saw no key: rescale 0, lse +inf. sink_log2(m, half): the sink of a row, times
+  // log2 e, which takes its part of the sum and adds nothing to out; -inf for none: then all is as without, bit by bit.
+  template <typename F>
+  __device__ __forceinline__ void finish(float (&rescale)[kMTiles][2], float out_scale, const F& sink_log2) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = quad_reduce(row_sum[m][half], [](float a, float b) { return a + b; });
+        const float sink = sink_log2(m, half), largest = fmaxf(row_max[m][half], sink);
+        const float weight = exp2_approx(row_max[m][half] - largest), total = fmaf(sum, weight, exp2_approx(sink - largest));
         // PERF: exact division and logarithm take some 200 cycles more, at the end of every tile.
-        rescale[m][half] = sum == 0.f ? 0.f : out_scale * reciprocal_approx(sum);
-        row_max[m][half] = sum == 0.f ? INFINITY : (row_max[m][half] + log2_approx(sum)) * kLn2;
+        rescale[m][half] = sum == 0.f ? 0.f : out_scale * weight * reciprocal_approx(total);
+        row_max[m][half] = sum == 0.f ? INFINITY : (largest + log2_approx(total)) * kLn2;
       }
     }
   }

@@ -1,6 +1,7 @@
 // Launch of the mma.sync backward: preprocess, main kernel, conversion of dQ; and the choice of tile variant.
 #pragma once
 #include "attention/preprocess.cuh"
+#include "attention/sinks.cuh"
 #include "launch.h"
 #include "sm80/backward.cuh"
 #include "sm80/clear_gaps.cuh"
@@ -25,6 +26,9 @@ void launch_backward(const HfFlash2BackwardParams& params) {
                                                           forward.stream, "attention backward");
   launch<convert_dq_kernel<kHeadDim, T, kVariant>>(params, query_blocks, Shape::kThreads, 0, forward.device, forward.stream,
                                                    "attention backward, dq");
+  if (params.dsinks != nullptr)
+    launch<sink_gradient_kernel<kSm80, Shape::kBlockM, kHeadDim>>(params, forward.heads_q, kSinkThreads, 0, forward.device, forward.stream,
+                                                                  "attention backward, sinks");
 }
 
 template <int kHeadDim>

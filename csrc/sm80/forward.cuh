@@ -12,6 +12,7 @@
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "sm80/gemm.cuh"
 #include "tiles.h"
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   }
 
   float normalise[kMTiles][2];
-  softmax.finish(normalise, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f);
+  const float sink = find_sink(params, head);
+  softmax.finish(normalise, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f, [&](int, int) { return sink; });
   scale_rows(out, normalise);
 
   if (lane % 4 == 0) {

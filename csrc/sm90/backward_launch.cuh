@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention/preprocess.cuh"
+#include "attention/sinks.cuh"
 #include "launch.h"
 #include "sm90/backward.cuh"
 #include "sm90/backward_convert.cuh"
@@ -238,7 +239,7 @@ inline int count_early_heads(const TileScheduler& scheduler, int computing, int 
   return std::max(0, std::min(scheduler.last_group * scheduler.group, scheduler.heads - std::max(at_once, last_heads)));
 }
 
-// kInOrder: the kernel of deterministic mode.
+// dQ, dK and dV. kInOrder: the kernel of deterministic mode.
 template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(HfFlash2BackwardParams params) {
   const HfFlash2ForwardParams& forward = params.forward;
@@ -333,6 +334,9 @@ void run_backward(const HfFlash2BackwardParams& params) {
       launch_backward<Shape, T, backward_kernel<Shape, T>>(params);
     else
       launch_backward<Shape, T, backward_wide_kernel<Shape, T>, backward_wide_kernel<InOrder<Shape>, T>>(params);
+    if (params.dsinks != nullptr)
+      launch<sink_gradient_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns>>(
+          params, params.forward.heads_q, kSinkThreads, 0, params.forward.device, params.forward.stream, "attention backward, sm90, sinks");
   });
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 #include <math.h>
 
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "sm90/forward_task.cuh"
 
@@ -28,9 +29,10 @@ struct WeightedSum {
     for (int i = 0; i < 8; ++i) out[i] = out[i] * weight + other.out[i] * other_weight;
   }
 
-  // To the results, from `column` on; the lse by who has the first.
+  // To the results, with the sink of the head, from `column` on; the lse by who has the first.
   template <typename T>
-  __device__ __forceinline__ void store(const HfFlash2ForwardParams& params, int batch, int head, int token, int column) const {
+  __device__ __forceinline__ void store(const HfFlash2ForwardParams& params, int batch, int head, int token, int column) {
+    if (params.sinks != nullptr && sum != 0.f) add({params.sinks[head], 1.f});
     const float scale = sum == 0.f ? 0.f : 1.f / sum;
     uint32_t rounded[4];
 #pragma unroll

@@ -167,8 +167,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     uint32_t through = shared.out(group);
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
-      softmax.finish(rescale, 1.f);
-      if (lane % 4 == 0) store_lse<Shape>(arguments, ForwardTask::load(shared.task(tile)), row, softmax.row_max[0]);
+      const ForwardTask done = ForwardTask::load(shared.task(tile));  // again: registers
+      softmax.finish(rescale, 1.f, [&](int, int half) { return sink_of_row<Shape>(arguments, done, row + half * 8); });
+      if (lane % 4 == 0) store_lse<Shape>(arguments, done, row, softmax.row_max[0]);
     };
 
     if (task.key_block_begin < task.key_block_end) {
@@ -305,7 +306,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }
-    const ForwardTask done = ForwardTask::load(shared.task(tile));  // again: registers
+    const ForwardTask done = ForwardTask::load(shared.task(tile));
     store_out<Shape, T>(arguments, Shape::kOutApart ? is_whole<Shape>(arguments, done) : lends, through, done, row, out[0]);
   }
   if (elected) bulk_wait_all();

@@ -1,5 +1,6 @@
 // What the Hopper forward is made of: the sizes of a tile, its shared memory and barriers, and how results leave.
 #pragma once
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "device/bulk_copy.cuh"
 #include "device/mbarrier.cuh"
@@ -111,6 +112,18 @@ struct ForwardShared {
 // Named barriers: kTurnBarrier + i, kOutBarrier + i and kStageBarrier + i are warpgroup i's.
 constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5, kStageBarrier = 8;
 
+// Whether a task is a share of the keys: then its results are scratch, and put together later (combine.cuh).
+template <typename Shape>
+__device__ __forceinline__ bool is_share(const ForwardArguments& arguments, const ForwardTask& task) {
+  return arguments.splits.divisor > 1 || (Shape::kSharesTiles && task.slot >= 0);
+}
+
+// The sink of a row, times log2 e. Who puts shares together counts it.
+template <typename Shape>
+__device__ __forceinline__ float sink_of_row(const ForwardArguments& arguments, const ForwardTask& task, int row) {
+  return is_share<Shape>(arguments, task) ? -INFINITY : find_sink(arguments.params, OutputRow(arguments, task, row).head);
+}
+
 // The lse of rows `row` and `row` + 8, or what it is over this share of the keys.
 template <typename Shape>
 __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, const ForwardTask& task, int row, const float (&lse)[2]) {
@@ -129,8 +142,7 @@ __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, con
 template <typename Shape>
 __device__ __forceinline__ bool is_whole(const ForwardArguments& arguments, const ForwardTask& task) {
   const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-  return arguments.splits.divisor == 1 && !(Shape::kSharesTiles && task.slot >= 0) && query_end <= task.q.length &&
-         task.key_block_begin < task.key_block_end;
+  return !is_share<Shape>(arguments, task) && query_end <= task.q.length && task.key_block_begin < task.key_block_end;
 }
 
 // A warpgroup's rows of O, through shared memory at `through` where the tile is whole: the copy engine takes them under whatever the
@@ -159,7 +171,7 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, boo
   for (int half = 0; half < 2; ++half) {
     const OutputRow at(arguments, task, row + half * 8);
     const HfFlash2Tensor& to = arguments.results.out;
-    if (arguments.splits.divisor > 1 || is_piece) {
+    if (is_share<Shape>(arguments, task)) {
       const int piece_row = task.slot * Shape::kBlockM + row + half * 8 - task.row_begin;
       float* const share = is_piece ? arguments.shared.out + static_cast<int64_t>(piece_row) * params.head_dim_v
                                     : token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v;
