@@ -99,6 +99,7 @@ void check_forward(const HfFlash2ForwardParams& p) {
   if (!(p.softmax_scale > 0.f) || p.softmax_scale > 1e38f)
     reject("softmax_scale", "finite and positive (negate q instead)", std::to_string(p.softmax_scale));
   if (!(p.dropout_p >= 0.f && p.dropout_p < 1.f)) reject("dropout_p", "at least 0 and below 1", std::to_string(p.dropout_p));
+  if (!(p.softcap >= 0.f && p.softcap < 1e38f)) reject("softcap", "finite, at least 0", std::to_string(p.softcap));
   if (p.dropout_p > 0.f && p.rng_state == nullptr) reject("rng_state", "given with dropout", "none");
   if ((p.sequences_q.cu_seqlens == nullptr) != (p.sequences_k.cu_seqlens == nullptr))
     reject("q and k", "both packed or both dense", "one of each");
@@ -170,6 +171,7 @@ const char* reason_not_sm90(int device) {
 const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
+  if (p.softcap > 0.f) return "it has no capped scores";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool packed = p.sequences_q.cu_seqlens != nullptr;
   const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;

@@ -67,6 +67,8 @@ typedef struct HfFlash2ForwardParams {
   int32_t family;        // HfFlash2Family: which kernels to use; kAuto lets the library choose
   float softmax_scale;
   float dropout_p;
+  float softcap;  // scores are softcap * tanh(score * softmax_scale / softcap); 0: they are not capped
+  int32_t reserved;
 } HfFlash2ForwardParams;
 
 typedef struct HfFlash2BackwardParams {

@@ -19,7 +19,9 @@ Shared by all functions below:
 * deterministic: gradients are bit-equal from run to run; `torch.use_deterministic_algorithms(True)` asks for it too.
 * s_aux: attention sinks, [H] of any floating dtype (computed in float32): a logit for each query head that takes its part of the softmax of
   every row, exp(s_aux) beside the sum of exp(scores), and adds nothing to out. softmax_lse counts it. As GPT-OSS has them; with a gradient.
-* softcap, alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
+* softcap: scores are capped, softcap * tanh(score * softmax_scale / softcap), before any mask, as in Gemma 2; 0.0 does not. On the mma.sync
+  kernels, on Hopper too.
+* alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
 * return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
   dropped probabilities, exists for its tests only.)
 
@@ -187,7 +189,7 @@ def _attention(
     if plan is None:
         if scale <= 0:  # the kernels take the row maximum before scaling
             q, scale, key = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0, None
-        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, deterministic)
+        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, float(softcap), deterministic)
         if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
             plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
             ops.keep(key, plan, padded)
@@ -222,11 +224,11 @@ def _check_are_tensors(**arguments) -> None:
 def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table) -> tuple:
     """softmax_scale and window_size as they are meant, once everything but the layout of the sequences has passed."""
     head_dim, head_dim_v = _check_tensors(q, k, v)
-    reason = reason_unsupported(
-        q.device.type, q.dtype, max(head_dim, head_dim_v), softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table
-    )
+    reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes, block_table=block_table)
     if reason is not None:
         raise ValueError(reason)
+    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be a finite number, at least 0 (0 does not cap the scores), got {softcap!r}")
     if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p}")
     if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad:

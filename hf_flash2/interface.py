@@ -251,9 +251,6 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
     compatible = getattr(model, _COMPATIBLE, None)
     if compatible and NAME not in compatible and not _adds_sinks_alone(type(model)):
         return f'it accepts only {", ".join(compatible)} because of what its attention adds (as sparse patterns); use "eager"'
-    softcap = getattr(model.config, "attn_logit_softcapping", None)
-    if softcap:
-        return f'it caps the attention scores (attn_logit_softcapping={softcap}), which no hf_flash2 kernel does yet; use "eager"'
     if not _calls_the_interface(type(model)):
         return 'its attention layers never call the attention interface of Transformers; use "sdpa" or "eager"'
     return None
@@ -609,7 +606,6 @@ _HARMLESS = {
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
 _UNSUPPORTED = {
-    "softcap": "caps the attention scores",
     "position_bias": "adds a bias to the attention scores",
     "head_mask": "masks heads",
     "indices": "selects keys",
@@ -633,6 +629,7 @@ def hf_flash2_attention(
     is_causal: bool | None = None,
     cache: Any = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function Transformers calls in every layer.
@@ -643,7 +640,7 @@ def hf_flash2_attention(
         sliding_window: number of tokens a query sees, itself included; None = all.
         is_causal: wins over `module.is_causal`; a mask of ours wins over both.
         cache: the paged cache of continuous batching.
-        s_aux: attention sinks [H], as GPT-OSS has them: `flash_attn_func`.
+        s_aux, softcap: attention sinks [H], as GPT-OSS has them, and a cap of the scores, as Gemma 2: `flash_attn_func`.
         kwargs: as in `attend`.
     Returns:
         (out [B, Sq, H, D], None).
@@ -666,7 +663,7 @@ def hf_flash2_attention(
     out = attend(
         module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
         causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        scaling=scaling, dropout=dropout, sliding_window=sliding_window, s_aux=s_aux, **kwargs,
+        scaling=scaling, dropout=dropout, sliding_window=sliding_window, s_aux=s_aux, softcap=softcap, **kwargs,
     )  # fmt: skip
     return out, None
 
@@ -689,6 +686,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Attention of one layer, from projections to out: the core of `hf_flash2_attention`, in our layout.
@@ -696,7 +694,7 @@ def attend(
     Args:
         module: the attention layer, for messages, its config and the call record.
         q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], any strides.
-        attention_mask, sliding_window, s_aux: as in `hf_flash2_attention`.
+        attention_mask, sliding_window, s_aux, softcap: as in `hf_flash2_attention`.
         causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
         kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart),
             what changes the result and has no kernel is refused, the rest is ignored.
@@ -716,12 +714,13 @@ def attend(
         causal = known.causal
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
-        options = {"dropout_p": dropout, "softmax_scale": scaling, "s_aux": s_aux, "deterministic": bool(kwargs.get("deterministic"))}
+        options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
+        options["deterministic"] = bool(kwargs.get("deterministic"))
         out = _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options)
         _record_backend(module)
     else:
-        _fall_back(module, reason)
-        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux)
+        _fall_back(module, reason, capped=bool(softcap))
+        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap)
     if out.dtype != q_dtype and not _autocasts(out.device.type):
         out = out.to(q_dtype)
     return out
@@ -887,19 +886,20 @@ def _reason_for_sdpa(q: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor 
     return reason_unsupported(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
 
 
-def _fall_back(module: torch.nn.Module, reason: str) -> None:
+def _fall_back(module: torch.nn.Module, reason: str, capped: bool) -> None:
     if is_strict():
         raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
     _record(module, "sdpa")
     if not torch.compiler.is_compiling():
         ops.note_sdpa()
-    notice(f"hf_flash2: {type(module).__name__} runs on torch's scaled_dot_product_attention instead of our kernels: {reason}")
+    instead = "operators of torch, as scaled_dot_product_attention caps no scores," if capped else "torch's scaled_dot_product_attention"
+    notice(f"hf_flash2: {type(module).__name__} runs on {instead} instead of our kernels: {reason}")
 
 
-def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux) -> torch.Tensor:
+def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap) -> torch.Tensor:
     """The same attention, exactly, by torch: [B, Sq, H, D]."""
     if documents is not None:
-        return _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux)
+        return _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux, softcap)
     if sequences is not None:
         dense_mask = sequences.visible(q.shape[1], causal, sliding_window)
     elif dense_mask is None:
@@ -915,16 +915,31 @@ def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, s
         sinks = s_aux.to(q.dtype).view(1, -1, 1, 1).expand(*rows, 1)
         dense_mask = torch.cat((dense_mask.expand(*rows, k.shape[2]), sinks), -1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    if softcap:
+        return _capped(q, k, v, dense_mask, dropout, scaling, softcap).transpose(1, 2)
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, scale=scaling, enable_gqa=gqa).transpose(1, 2)
 
 
-def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux) -> torch.Tensor:
+def _capped(q, k, v, mask: torch.Tensor, dropout: float, scaling: float | None, softcap: float) -> torch.Tensor:
+    """[B, H, Sq, D] of tensors with heads first and a mask, bool or added to the capped scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * (
+        q.shape[-1] ** -0.5 if scaling is None else scaling
+    )
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    probabilities = scores.softmax(-1).masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+    return F.dropout(probabilities, dropout).to(v.dtype) @ v
+
+
+def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window, s_aux, softcap) -> torch.Tensor:
     """One document after the other. Reads the lengths, so it synchronises with the host."""
     tokens_q, tokens_k, tokens_v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     bounds_q, bounds_k = documents.cu_seqlens_q.tolist(), documents.cu_seqlens_k.tolist()
+    settings = (None, None, None, dropout, scaling, causal, sliding_window, s_aux, softcap)
     pieces = [
-        _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], None, None, None, dropout, scaling, causal, sliding_window, s_aux)
+        _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], *settings)
         for q0, q1, k0, k1 in zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
     ]
     out = torch.cat(pieces, 1)

@@ -12,7 +12,7 @@ from . import native
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 # Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
-_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "QQ" + "iiiiiiiiiiiiiiff")
+_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "QQ" + "iiiiiiiiiiiiiifffi")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
 _WORKSPACE_BYTES_AT = struct.calcsize("=QQQ")  # in _FORWARD
@@ -55,12 +55,13 @@ class Layout:
         window_left: int,
         window_right: int,
         dropout_p: float,
+        softcap: float,
     ):
         self._device = device = q.get_device()
         native.check_device(device)
         self._library = native.library()
         self._strides = (q.stride(), k.stride(), v.stride())
-        self._numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p)
+        self._numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, softcap)
         *batch, tokens_q, heads_q, head_dim = q.shape
         tokens_k, heads_k, head_dim_v = v.shape[-3:]
         # PERF: empty_like of a tensor takes the host half the time of empty with shape, dtype and device.
@@ -77,7 +78,7 @@ class Layout:
             0, 0 if key_mask is None else key_mask.stride(0), 0, 0,
             device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
-            native.forced_family(), softmax_scale, dropout_p,
+            native.forced_family(), softmax_scale, dropout_p, softcap, 0,
         )  # fmt: skip
         # With each, something as large as the workspace. A forward is taken to need none until it says so.
         self._forward: tuple[bytes, torch.Tensor | None] = params, None

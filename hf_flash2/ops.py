@@ -7,7 +7,7 @@ q: [B, Sq, H, D], k: [B, Sk, Hk, D], v: [B, Sk, Hk, Dv] -> out [B, Sq, H, Dv]; o
 Sequences (`seqlens_q`, `seqlens_k`, int32): None = dense [B, S, H, D]; 1-D [B + 1] = cumulative lengths of packed [T, H, D];
 2-D [2, B] = (start, length) ranges into dense tensors. With `key_mask` (uint8 [B, Sk], 1 = visible) seqlens_k is [3, B] and its third row
 is non-zero for the sequences whose mask has to be read. `rng_state` (int64 [2]) keys the dropout mask. `sinks` (float32 [H], contiguous): a
-logit for each query head that every row counts in its sum, beside its scores; `dsinks` is empty where there are none.
+logit for each query head that every row counts in its sum, beside its scores; `dsinks` is empty where there are none. softcap 0.0: no cap.
 `softmax_lse` is float32, natural log, with the sinks, [B, H, Sq] or [H, Tq]; +inf for rows without keys and for rows outside every range.
 """
 
@@ -22,7 +22,7 @@ _library = torch.library.Library("hf_flash2", "DEF")
 _SEQUENCES = "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? key_mask, Tensor? rng_state, Tensor? sinks"
 _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
-    "float dropout_p, bool deterministic"
+    "float dropout_p, float softcap, bool deterministic"
 )
 _library.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_NUMBERS}) -> (Tensor out, Tensor softmax_lse)",
@@ -101,22 +101,34 @@ def _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple) -> "Plan":
 
 def _forward_cpu(
     q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
-    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, softcap, deterministic,
 ):  # fmt: skip
     global _last_backend
     _last_backend = "cpu-reference"
     return reference.attention_forward(
-        q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks, softmax_scale, window_left, window_right, dropout_p
+        q,
+        k,
+        v,
+        seqlens_q,
+        seqlens_k,
+        key_mask,
+        rng_state,
+        sinks,
+        softmax_scale,
+        window_left,
+        window_right,
+        dropout_p,
+        softcap,
     )
 
 
 def _backward_cpu(
     dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
-    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, deterministic,
+    max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, softcap, deterministic,
 ):  # fmt: skip
     dq, dk, dv, dsinks = reference.attention_backward(
         dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
-        softmax_scale, window_left, window_right, dropout_p,
+        softmax_scale, window_left, window_right, dropout_p, softcap,
     )  # fmt: skip
     return dq, dk, dv, _no_sinks(q) if dsinks is None else dsinks
 

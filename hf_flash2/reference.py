@@ -27,6 +27,7 @@ def attention_forward(
     window_left: int,
     window_right: int,
     dropout_p: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and softmax_lse of attention; shapes and meaning as in `hf_flash2.ops.forward`."""
     compute = _compute_dtype(q)
@@ -34,7 +35,7 @@ def attention_forward(
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(lse_shape, math.inf, dtype=torch.float32, device=q.device)
     for s in _sequences(q, k, seqlens_q, seqlens_k, key_mask):
-        scores = _scores(s, s.take(q, s.q_rows), s.take(k, s.k_rows), compute, softmax_scale, window_left, window_right)
+        scores = _scores(s, s.take(q, s.q_rows), s.take(k, s.k_rows), compute, softmax_scale, window_left, window_right, softcap)
         row_lse = _row_lse(scores, sinks)
         probs = _probabilities(scores, row_lse)
         if dropout_p > 0:
@@ -63,6 +64,7 @@ def attention_backward(
     window_left: int,
     window_right: int,
     dropout_p: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dq, dk, dv by recomputation: dS = P * (dP - delta), delta = rowsum(dout * out) - dlse; and dsinks, None without sinks: a score that
     has no value, so dP = 0."""
@@ -72,7 +74,7 @@ def attention_backward(
     for s in _sequences(q, k, seqlens_q, seqlens_k, key_mask):
         heads_k = k.shape[-2]
         qs, ks, vs = s.take(q, s.q_rows), s.take(k, s.k_rows), s.take(v, s.k_rows)
-        scores = _scores(s, qs, ks, compute, softmax_scale, window_left, window_right)
+        scores = _scores(s, qs, ks, compute, softmax_scale, window_left, window_right, softcap)
         # float64 inputs recompute lse: the stored one is float32
         row_lse = _row_lse(scores, sinks) if compute == torch.float64 else _regroup(s.take_lse(softmax_lse), heads_k)
         probs = _probabilities(scores, row_lse)
@@ -86,6 +88,8 @@ def attention_backward(
             keep = _keep(s, rng_state, probs, dropout_p)
             dropped, dprobs = probs * keep / (1 - dropout_p), dprobs * keep / (1 - dropout_p)
         dscores = probs * (dprobs - delta) * softmax_scale
+        if softcap > 0:  # 1 - tanh^2; masked scores, which are infinite, have no gradient
+            dscores = dscores * (1 - (scores.masked_fill(scores.isinf(), 0.0) / softcap).square())
         s.put(dq, s.q_rows, _ungroup(dscores @ _grouped_keys(ks).to(compute)))
         # the query heads of a group share one key head: their gradients add up
         s.put(dk, s.k_rows, (dscores.transpose(-1, -2) @ _group(qs, heads_k).to(compute)).sum(-3).transpose(-2, -3))
@@ -192,9 +196,11 @@ def _regroup(lse: torch.Tensor, heads_k: int) -> torch.Tensor:
     return lse.unflatten(1, (heads_k, -1))
 
 
-def _scores(s, q, k, compute, softmax_scale, window_left, window_right):
-    """Masked, scaled scores [B, Hk, G, Sq, Sk]"""
+def _scores(s, q, k, compute, softmax_scale, window_left, window_right, softcap):
+    """Masked, scaled and capped scores [B, Hk, G, Sq, Sk]"""
     scores = (_group(q, k.shape[2]).to(compute) * softmax_scale) @ _grouped_keys(k).to(compute).transpose(-1, -2)
+    if softcap > 0:
+        scores = (scores / softcap).tanh() * softcap
     seqlen_q, seqlen_k = scores.shape[-2:]
     diagonal = torch.arange(seqlen_q, device=q.device).view(-1, 1) + (seqlen_k - seqlen_q)
     key = torch.arange(seqlen_k, device=q.device).view(1, -1)

@@ -15,7 +15,6 @@ def reason_unsupported(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    softcap: float = 0.0,
     alibi_slopes: object = None,
     block_table: object = None,
 ) -> str | None:
@@ -34,8 +33,6 @@ def reason_unsupported(
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' for this model"
-    if softcap:
-        return f"softcap={softcap} is not supported yet; use attn_implementation='eager' for this model"
     if alibi_slopes is not None:
         return "alibi_slopes are not supported yet; use attn_implementation='eager' for this model"
     if block_table is not None:

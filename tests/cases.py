@@ -35,6 +35,7 @@ class Case:
     dropout_p: float = 0.0
     head_dim_v: int | None = None  # default: head_dim
     sinks: float = 0.0  # standard deviation of the attention sinks; 0 = none
+    softcap: float = 0.0
 
     def __post_init__(self):
         if self.lengths_k is None:
@@ -57,12 +58,13 @@ class Case:
         parts += [f"rise{self.rise:g}"] if self.rise else []
         parts += [f"drop{self.dropout_p:g}"] if self.dropout_p else []
         parts += [f"sinks{self.sinks:g}"] if self.sinks else []
+        parts += [f"cap{self.softcap:g}"] if self.softcap else []
         return "-".join(parts)
 
     @property
     def beyond_hopper(self) -> bool:
         """The Hopper family leaves this case to the other one."""
-        return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
+        return self.dropout_p > 0 or self.softcap > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
 
     @property
     def scores(self) -> int:
@@ -205,11 +207,23 @@ def _table() -> list[Case]:
             Case("sinks", 64, (2, 1), lengths_q=(3, 1, 0, 2) * 12, form="packed", causal=causal, sinks=2.0),
             Case("sinks", 128, (8, 2), lengths_q=(1, 3), lengths_k=(70, 1100), form="ranges", padding="left", causal=causal, sinks=2.0),
             Case("sinks", 64, (8, 1), lengths_q=(1,), lengths_k=(2100,), causal=causal, layout="cache", sinks=2.0),  # keys are split
+            Case("sinks", 128, (2, 1), SPLIT_Q, SPLIT_K, form="packed", causal=causal, sinks=2.0),
             Case("sinks", 128, (4, 2), lengths_q=(66,) * 2, lengths_k=(130,) * 2, causal=causal, sinks=60.0),  # alone, or as if not there
             Case("sinks", 128, (4, 2), lengths_q=(66,) * 2, lengths_k=(130,) * 2, causal=causal, magnitude=20.0, sinks=200.0),
             Case("sinks", 64, (4, 2), (70,), (600,), causal=causal, rise=12.0, sinks=5.0),
             Case("sinks", 100, causal=causal, layout="misaligned", sinks=2.0),
             Case("sinks", 64, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, sinks=2.0),
+        ]
+        cases += [Case("softcap", d, (8, 2), (150,) * 2, causal=causal, magnitude=2.0, softcap=5.0) for d in KERNEL_HEAD_DIMS]
+        cases += [
+            Case("softcap", 192, head_dim_v=128, lengths_q=RAGGED, form="packed", causal=causal, softcap=2.0),
+            Case("softcap", 64, (4, 2), EMPTY_Q, EMPTY_K, form="packed", causal=causal, window=(31, -1), softcap=5.0),
+            Case("softcap", 64, (2, 1), RAGGED, form="ranges", padding="holes", causal=causal, softcap=5.0),
+            Case("softcap", 256, (8, 4), (300,), causal=causal, window=(127, -1), softcap=50.0),
+            Case("softcap", 128, (4, 2), (150,) * 2, causal=causal, magnitude=20.0, softcap=50.0),  # most scores are at the cap
+            Case("softcap", 96, (4, 2), (150,) * 2, causal=causal, softcap=1e4),  # none is
+            Case("softcap", 64, (4, 2), (70,), (600,), causal=causal, rise=12.0, softcap=30.0),
+            Case("softcap", 40, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, softcap=5.0, sinks=2.0),
         ]
         for padding in ("right", "mixed", "holes"):
             cases.append(Case("sinks", 128, (4, 2), RAGGED, form="ranges", padding=padding, causal=causal, sinks=2.0))
@@ -322,7 +336,7 @@ class Sample:
         return oracle.gradients(
             q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None,
             visible=self.visible, softmax_scale=self.softmax_scale, keep=keep, dropout_p=self.case.dropout_p,
-            sinks=None if self.sinks is None else self.sinks.to(lse_dtype),
+            sinks=None if self.sinks is None else self.sinks.to(lse_dtype), softcap=self.case.softcap,
         )  # fmt: skip
 
     def sum_sizes(self) -> dict[str, float]:
@@ -366,8 +380,8 @@ class Sample:
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, softmax_lse) of the public function for this case's form."""
         case = self.case
-        options = {"dropout_p": case.dropout_p, "causal": case.causal, "window_size": case.window, "s_aux": self.sinks}
-        options |= {"return_attn_probs": True} | overrides
+        options = {"dropout_p": case.dropout_p, "causal": case.causal, "window_size": case.window}
+        options |= {"softcap": case.softcap, "s_aux": self.sinks, "return_attn_probs": True} | overrides
         if case.form == "dense":
             result = flash_attn_func(q, k, v, **options)
         elif case.form == "packed":

@@ -47,12 +47,13 @@ def attention(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eager attention as Transformers writes it: scores and probabilities in the dtype of q, softmax in at least float32.
 
     Args:
         q [B, Sq, H, D]; k, v [B, Sk, Hk, D]; visible bool [B, Sq, Sk]; keep bool [B, H, Sq, Sk]: probabilities dropout leaves alone;
-        sinks [H]: a score more in each row, whose probability is thrown away.
+        sinks [H]: a score more in each row, whose probability is thrown away; softcap: what scores cannot exceed, 0 = nothing.
     Returns:
         out [B, Sq, H, D] with zeros in rows that see no key, and their log-sum-exp [B, H, Sq] (+inf in such rows).
     """
@@ -60,7 +61,10 @@ def attention(
     query = q.transpose(1, 2)
     key = k.repeat_interleave(group, dim=2).transpose(1, 2)
     value = v.repeat_interleave(group, dim=2).transpose(1, 2)
-    scores = (query @ key.transpose(-1, -2) * softmax_scale).to(torch.promote_types(q.dtype, torch.float32))
+    scores = query @ key.transpose(-1, -2) * softmax_scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     scores = scores.masked_fill(~visible[:, None], -math.inf)
     blind = ~visible.any(-1)[:, None]  # [B, 1, Sq]
     if sinks is not None:

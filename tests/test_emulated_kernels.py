@@ -45,7 +45,7 @@ def problems() -> list[tuple[str, Case]]:
         cases = [case for case in CASES if case.scores * case.head_dim < LONGEST and not (family == "sm90" and case.beyond_hopper)]
         sample = [case for case in cases if case.group != "long"][::every]
         always = [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300)]
-        always += [case for case in cases if (case.group == "value" and case.layout == "wide") or case.group == "sinks"]
+        always += [case for case in cases if (case.group == "value" and case.layout == "wide") or case.group in ("sinks", "softcap")]
         sample += [case for case in always if case not in sample]
         chosen += [(family, case) for case in (cases if os.environ.get("HF_FLASH2_EMULATE") == "all" else sample)]
     return chosen

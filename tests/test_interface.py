@@ -20,7 +20,7 @@ from hf_flash2 import interface
 
 pytestmark = pytest.mark.timeout(120)
 
-DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3", "deepseek_v3", "gpt_oss"]
+DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "gemma2"]
 DECODERS += ["mimo_v2_flash"] if hasattr(transformers, "MiMoV2FlashForCausalLM") else []
 
 
@@ -121,7 +121,7 @@ def test_a_decoder_made_bidirectional_sees_the_future(device):
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3", "gpt_oss", "gemma2"])
 def test_gradients_of_every_parameter(family, padding, device):
     dtype = DTYPES[0]
     ours, eager = tiny.twins(family, device, dtype)

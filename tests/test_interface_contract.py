@@ -35,11 +35,11 @@ def qkv(device, seqlen_q=SEQLEN, seqlen_k=SEQLEN, heads=4, heads_k=2, head_dim=1
     return [(2 * torch.randn(shape, generator=generator)).to(device, dtype) for shape in shapes]
 
 
-def expected(q, k, v, visible: torch.Tensor, scaling=None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def expected(q, k, v, visible: torch.Tensor, scaling=None, sinks: torch.Tensor | None = None, softcap: float | None = None) -> torch.Tensor:
     """[B, Sq, H, D], by the formula, in float32. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0. sinks: [H]"""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
     scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = (torch.tanh(scores / softcap) * softcap if softcap else scores).masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
     probabilities = scores.softmax(-1).nan_to_num(0.0)
@@ -143,7 +143,7 @@ def test_the_tensors_are_not_copied(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [("softcap", 50.0), ("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)), ("sinks", torch.zeros(4)),
+    [("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)), ("sinks", torch.zeros(4)),
      ("indices", torch.zeros(1)), ("something_new", True)],
 )  # fmt: skip
 def test_arguments_that_change_the_result_are_refused(name, argument, device):
@@ -153,9 +153,10 @@ def test_arguments_that_change_the_result_are_refused(name, argument, device):
     attention(Layer(), q, k, v, **{name: None})
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("route", ["dense", "padded", "documents", "4-D mask", "documents under a 4-D mask", "float64 documents"])
-def test_sinks_take_their_part_on_every_route(route, device):
-    """Kernels, and torch's SDPA where the mask is no plain pattern, or the dtype (of a GPU) not ours; their gradient, too."""
+def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
+    """Kernels, and torch where the mask is no plain pattern, or the dtype (of a GPU) not ours; the gradient of sinks, too."""
     q, k, v = qkv(device, batch=1 if "documents" in route else BATCH)
     if route == "float64 documents":
         q, k, v = (x.double() for x in (q, k, v))
@@ -173,7 +174,8 @@ def test_sinks_take_their_part_on_every_route(route, device):
     if "4-D" in route:
         kwargs["mask"] = visible.expand(q.shape[0], 1, SEQLEN, SEQLEN) & (torch.arange(SEQLEN, device=device) != 3)
         visible = kwargs["mask"]
-    out, wanted = attention(Layer(), q, k, v, s_aux=sinks, **kwargs), expected(q, k, v, visible, sinks=sinks)
+    out = attention(Layer(), q, k, v, s_aux=sinks, softcap=softcap, **kwargs)
+    wanted = expected(q, k, v, visible, sinks=sinks, softcap=softcap)
     assert_close(out, wanted, rows)
     given = torch.randn_like(wanted) if rows is None else torch.randn_like(wanted) * rows[:, :, None, None]
     found, truth = (torch.autograd.grad(x, sinks, given.to(x.dtype), retain_graph=True)[0] for x in (out, wanted))

@@ -230,6 +230,7 @@ BROKEN = {
     "window one too wide": (Case("broken", lengths_q=(150,), window=(20, 5)), {"window_size": (21, 5)}),
     "window one too narrow": (Case("broken", lengths_q=(150,), window=(20, 5)), {"window_size": (20, 4)}),
     "scale of the padded head dim": (Case("broken", head_dim=63), {"softmax_scale": 64**-0.5}),
+    "cap lost": (Case("broken", softcap=2.0), {"softcap": 0.0}),
     "dropout lost": (Case("broken", dropout_p=0.1), {"dropout_p": 0.0}),
 }
 
@@ -400,7 +401,7 @@ def test_the_next_call_works_after_every_error(family, device):
         lambda: flash_attn_func(q[0], k[0], v[0]),
         lambda: flash_attn_func(*(torch.zeros(1, 3, 2, 264, device=device, dtype=torch.bfloat16) for _ in range(3))),
         lambda: flash_attn_func(q, k, v, dropout_p=1.0),
-        lambda: flash_attn_func(q, k, v, softcap=30.0),
+        lambda: flash_attn_func(q, k, v, softcap=-30.0),
         lambda: flash_attn_func(q, k, v, window_size=(-2, 0)),
         lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens.long(), cu_seqlens.long(), 65, 65),
     ]

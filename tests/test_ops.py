@@ -40,6 +40,7 @@ FORMS = [
     Case("ops", head_dim=16, head_dim_v=24, lengths_q=(3, 7), form="packed"),
     Case("ops", head_dim=16, head_dim_v=8, lengths_q=(3, 7), form="ranges", padding="left"),
     Case("ops", head_dim=16, lengths_q=(3, 7), form="packed", causal=True, sinks=2.0),
+    Case("ops", head_dim=16, lengths_q=(7, 7), causal=True, softcap=2.0),
 ]
 forms = pytest.mark.parametrize("case", FORMS, ids=lambda case: case.id)
 
@@ -325,7 +326,7 @@ def op_arguments(**changes) -> dict:
     sequences = dict.fromkeys(("seqlens_q", "seqlens_k", "key_mask", "rng_state", "sinks"))
     numbers = {
         "max_seqlen_q": 5, "max_seqlen_k": 6, "softmax_scale": 0.125, "window_left": -1, "window_right": -1, "dropout_p": 0.0,
-        "deterministic": False,
+        "softcap": 0.0, "deterministic": False,
     }  # fmt: skip
     arguments = {"q": q, "k": k, "v": v, **sequences, **numbers}
     return arguments | {name: change(arguments[name]) if callable(change) else change for name, change in changes.items()}
@@ -364,6 +365,7 @@ OTHER_LAYOUTS = {  # slices have the strides of the whole
     "softmax_scale": ({}, {"softmax_scale": 0.25}),
     "window_left": ({}, {"window_left": 3}),
     "window_right": ({}, {"window_right": 0}),
+    "softcap": ({}, {"softcap": 30.0}),
     "dropout_p": ({}, {"dropout_p": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64)}),
     "deterministic": ({}, {"deterministic": True}),
 }

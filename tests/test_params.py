@@ -11,7 +11,15 @@ from hf_flash2 import functional, kernels, native, ops
 
 STRUCTS = stand_in.structs()
 Forward, Backward = STRUCTS["HfFlash2ForwardParams"], STRUCTS["HfFlash2BackwardParams"]
-NUMBERS = {"max_seqlen_q": 5, "max_seqlen_k": 6, "softmax_scale": 0.25, "window_left": 3, "window_right": 0, "dropout_p": 0.5}
+NUMBERS = {
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 6,
+    "softmax_scale": 0.25,
+    "window_left": 3,
+    "window_right": 0,
+    "dropout_p": 0.5,
+    "softcap": 2.0,
+}
 
 
 @pytest.fixture
@@ -59,6 +67,7 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
         "heads_q": q.shape[-2], "heads_k": k.shape[-2], "head_dim": q.shape[-1], "head_dim_v": v.shape[-1],
         "total_q": q.shape[0] if packed else 0, "total_k": k.shape[0] if packed else 0,
         "family": family,
+        "reserved": 0,
         **NUMBERS,
     }  # fmt: skip
 
@@ -246,6 +255,7 @@ def test_calls_of_one_layout_are_planned_once(library, monkeypatch):
         lambda: attend(q, k, v, causal=True),
         lambda: attend(q, k, v, window_size=[2, -1]),
         lambda: attend(q, k, v, deterministic=True),
+        lambda: attend(q, k, v, softcap=30.0),
         lambda: attend(q, k, v, s_aux=torch.zeros(4)),
         lambda: attend(q, k, v, s_aux=torch.zeros(4).bfloat16()),
         lambda: functional.flash_attn_ranges_func(q, k, v, lengths),

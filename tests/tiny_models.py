@@ -73,12 +73,16 @@ FAMILIES = {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "swa_head_dim": 16, "swa_v_head_dim": 8,
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
     }),
+    # a cap of 2, which tiny models reach
+    "gemma2": ("Gemma2ForCausalLM", _DECODER | {
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 16,
+    }),
     # what must be refused
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
     "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
     "gptj": ("GPTJForCausalLM", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
-    "gemma2": ("Gemma2ForCausalLM", _DECODER),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/softcap.cuh"
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
 #include "device/reduce_add.cuh"
@@ -47,7 +48,7 @@ __device__ __forceinline__ void pass_turn(int32_t* semaphore) {
   if (threadIdx.x == 0) semaphore_pass(semaphore);
 }
 
-template <int kHeadDim, typename T, TileVariant kVariant, bool kDropout>
+template <int kHeadDim, typename T, TileVariant kVariant, bool kExtras>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1)
     backward_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   using Shape = BackwardShape<kHeadDim, kVariant>;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   if (steps > 0) load_queries(0);
   cp_async_commit();
 
-  const float scale_log2 = forward.softmax_scale * kLog2e;
+  const float scale_log2 = kExtras ? scale_of_scores(forward) : forward.softmax_scale * kLog2e;
   float dk[kKeyTiles][kDimTiles][4] = {}, dv[kKeyTiles][kDimTiles][4] = {};
 
   for (int step = 0; step < steps; ++step) {
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 
     float p[kMTiles][kNTiles][4] = {};
     multiply<T, kHeadDim / 16>(p, RowsOfA<kHeadDim>(sQ + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sK, warp_column), 0);
+    if (kExtras && forward.softcap > 0.f) cap_scores(forward, p);
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN))
       mask.apply(p, row_begin + warp_row + lane / 4, key_begin + warp_column + lane % 4 * 2);
     if (mask.visible != nullptr) mask.apply_holes(p, key_begin + warp_column + lane % 4 * 2);
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 
     float ds[kMTiles][kNTiles][4] = {};
     multiply<T, kHeadDim / 16>(ds, RowsOfA<kHeadDim>(sdO + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sV, warp_column), 0);
-    if constexpr (kDropout) {
+    if (kExtras && forward.dropout_p > 0.f) {
       // dP of a dropped element is 0; the others, and P in dV, are divided by the keep probability.
       const float keep_scale = 1.f / (1.f - forward.dropout_p);
       float kept[kMTiles][kNTiles][4];
@@ -170,7 +172,10 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) ds[m][n][c] = p[m][n][c] * (ds[m][n][c] - row_delta[m][c / 2]);
+        for (int c = 0; c < 4; ++c) {
+          ds[m][n][c] = p[m][n][c] * (ds[m][n][c] - row_delta[m][c / 2]);
+          if (kExtras && forward.softcap > 0.f) ds[m][n][c] *= slope_of_cap(p[m][n][c], row_lse_log2[m][c / 2], scale_log2);
+        }
     write_accumulators<T, kBlockN>(sdS, ds, warp_row, warp_column);
     __syncthreads();  // P and dS are complete
 

@@ -18,7 +18,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   launch_clear_gaps<kHeadDim, T>(params, forward);
   launch<preprocess_kernel<kSm80, Shape::kBlockM, kHeadDim, true, T>>(params, query_blocks, kPreprocessThreads, 0, forward.device,
                                                                       forward.stream, "attention backward, preprocess");
-  if (forward.dropout_p > 0.f)
+  if (forward.dropout_p > 0.f || forward.softcap > 0.f)
     launch<backward_kernel<kHeadDim, T, kVariant, true>>(params, key_blocks, Shape::kThreads, Shape::kSharedBytes, forward.device,
                                                          forward.stream, "attention backward");
   else

@@ -13,6 +13,7 @@
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/sinks.cuh"
+#include "attention/softcap.cuh"
 #include "attention/softmax.cuh"
 #include "sm80/gemm.cuh"
 #include "tiles.h"
@@ -28,7 +29,8 @@ struct ForwardShape : ForwardTile<kHeadDim, kVariant> {
   static constexpr bool kAhead = kHeadDim <= 128;
 };
 
-template <int kHeadDim, typename T, TileVariant kVariant, bool kDropout>
+// kExtras: with dropout, capped scores, or both.
+template <int kHeadDim, typename T, TileVariant kVariant, bool kExtras>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, ForwardShape<kHeadDim, kVariant>::kBlocksPerSm)
     forward_kernel(const __grid_constant__ HfFlash2ForwardParams params) {
   using Shape = ForwardShape<kHeadDim, kVariant>;
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
     load_keys_and_values(key_block_end - 1, 0);
   }
 
-  const float scale_log2 = params.softmax_scale * kLog2e;
+  const float scale_log2 = kExtras ? scale_of_scores(params) : params.softmax_scale * kLog2e;
   OnlineSoftmax<kMTiles> softmax;
   float out[kMTiles][kDTiles][4] = {};
 
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 #pragma unroll
       for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&scores[0][0][0])[i] = 0.f;
       multiply<T, kHeadDim / 16>(scores, RowsOfA<kHeadDim>(sQ, warp_row), 0, ColumnsOfB<kHeadDim>(sK + stage, 0), 0);
+      if (kExtras && params.softcap > 0.f) cap_scores(params, scores);
     };
     compute_scores();
 
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
       softmax.update(scores, rescale, scale_log2);
       scale_rows(out, rescale);
     }
-    if constexpr (kDropout) {
+    if (kExtras && params.dropout_p > 0.f) {
       const Dropout dropout(params, batch, head, lane);
       dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
     }
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 
   float normalise[kMTiles][2];
   const float sink = find_sink(params, head);
-  softmax.finish(normalise, kDropout ? 1.f / (1.f - params.dropout_p) : 1.f, [&](int, int) { return sink; });
+  softmax.finish(normalise, kExtras ? 1.f / (1.f - params.dropout_p) : 1.f, [&](int, int) { return sink; });
   scale_rows(out, normalise);
 
   if (lane % 4 == 0) {

@@ -1,4 +1,4 @@
-// Launch of the mma.sync forward: grid, the choice of tile variant and that between the plain and the dropout kernel.
+// Launch of the mma.sync forward: grid, the choice of tile variant and that between the plain kernel and the one with extras.
 #pragma once
 #include "launch.h"
 #include "sm80/clear_gaps.cuh"
@@ -12,7 +12,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   using Shape = ForwardShape<kHeadDim, kVariant>;
   const int64_t blocks = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
   launch_clear_gaps<kHeadDim, T>(params, params);
-  if (params.dropout_p > 0.f)
+  if (params.dropout_p > 0.f || params.softcap > 0.f)
     launch<forward_kernel<kHeadDim, T, kVariant, true>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
                                                         "attention forward");
   else
