@@ -378,8 +378,8 @@ def test_when_groups_are_split(name, deterministic, library, monkeypatch):
     q, k = (torch.zeros(batch, length, count, head_dim, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
     monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
-        layout = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, -1, 0 if causal else -1, 0.0)
-    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0)
+        layout = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, -1, 0 if causal else -1, 0.0, 0.0)
+    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0, 0)
     _, workspace = layout._pack_backward(library, (q, q, k, k), addresses, deterministic)
     case = Case("choice", head_dim, heads, (queries,) * batch, (keys,) * batch)
     assert group_splits(workspace.numel(), case, queries, keys) == expected
@@ -536,7 +536,7 @@ def test_when_keys_are_split(name, library, monkeypatch):
     q, k = (torch.zeros(batch, length, count, 128, dtype=torch.bfloat16) for length, count in zip((queries, keys), heads, strict=True))
     monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
-        params, _ = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, *window, 0.0)._forward
+        params, _ = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, *window, 0.0, 0.0)._forward
     addresses = kernels._FORWARD_ADDRESSES.pack(*[16] * 7, *kernels._NO_SEQUENCES)
     needed = batch * heads[0] * queries * expected * (128 + 1) * 4 if expected > 1 else 0
     assert library.hf_flash2_forward_workspace_bytes(params, addresses) == needed
@@ -546,7 +546,7 @@ def test_a_forward_without_the_workspace_it_needs_does_not_run(library, monkeypa
     q, k = (torch.randn(1, length, 1, 128, dtype=torch.bfloat16) for length in (1, 1000))
     out, softmax_lse, workspace = torch.full_like(q, 7), torch.full((1, 1, 1), 7.0), torch.zeros(16 * (128 + 1))
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
-        params, _ = kernels.Layout(q, k, k, None, None, None, 1, 1000, 1.0, -1, -1, 0.0)._forward
+        params, _ = kernels.Layout(q, k, k, None, None, None, 1, 1000, 1.0, -1, -1, 0.0, 0.0)._forward
     tensors = (x.data_ptr() for x in (workspace, q, k, k, out, softmax_lse))
     addresses = kernels._FORWARD_ADDRESSES.pack(0, *tensors, *kernels._NO_SEQUENCES)
     fields = list(kernels._FORWARD.unpack(params))
@@ -612,14 +612,14 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
     """Of 2^17 sequences of one token, none of which is known to be shorter than all."""
     tokens = 1 << 17
     q, cu_seqlens = torch.zeros(tokens, 32, 8, dtype=torch.bfloat16), torch.arange(tokens + 1, dtype=torch.int32)
-    sequences = cu_seqlens.data_ptr(), 0, cu_seqlens.data_ptr(), 0, 0, 0, 0
+    sequences = cu_seqlens.data_ptr(), 0, cu_seqlens.data_ptr(), 0, 0, 0, 0  # no mask, dropout, sinks
     message = r"blocks of max_seqlen must stay below 2\^31, got \d+; give a max_seqlen that is closer"
     with emulated.running(monkeypatch, library):
-        layout = kernels.Layout(q, q, q, cu_seqlens, cu_seqlens, None, tokens, tokens, 1.0, -1, -1, 0.0)
+        layout = kernels.Layout(q, q, q, cu_seqlens, cu_seqlens, None, tokens, tokens, 1.0, -1, -1, 0.0, 0.0)
         with pytest.raises(ValueError, match=message):
-            layout.forward(q, q, q, (cu_seqlens, cu_seqlens, None, None))
+            layout.forward(q, q, q, (cu_seqlens, cu_seqlens, None, None, None))
         with pytest.raises(ValueError, match=message):
-            layout._pack_backward(library, (q, q, q, q), (0, 0, *[16] * 5, *sequences[:6], *[16] * 4, 0), False)
+            layout._pack_backward(library, (q, q, q, q), (0, 0, *[16] * 5, *sequences, *[16] * 4, 0, 0), False)
 
 
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
@@ -672,7 +672,9 @@ def test_refusals_reach_python(library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
     with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout"):
         flash_attn_func(q, q, q, dropout_p=0.1)
+    with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no capped scores"):
+        flash_attn_func(q, q, q, softcap=1.0)
     with emulated.running(monkeypatch, library), pytest.raises(ValueError, match="head_dim_v must be a multiple of 8.*got 12"):
-        ops._forward_cuda(q, q, q[..., :12], *[None] * 4, 20, 20, 0.1, -1, -1, 0.0, False)
+        ops._forward_cuda(q, q, q[..., :12], *kernels.DENSE, 20, 20, 0.1, -1, -1, 0.0, 0.0, False)
     with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):
         flash_attn_func(q, q, q)

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   if (steps > 0) load_queries(0);
   cp_async_commit();
 
-  const float scale_log2 = kExtras ? scale_of_scores(forward) : forward.softmax_scale * kLog2e;
+  const float scale_log2 = kExtras ? scale_of_scores(forward) : forward.softmax_scale * kLog2e, inverse_scale = 1.f / scale_log2;
   float dk[kKeyTiles][kDimTiles][4] = {}, dv[kKeyTiles][kDimTiles][4] = {};
 
   for (int step = 0; step < steps; ++step) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           ds[m][n][c] = p[m][n][c] * (ds[m][n][c] - row_delta[m][c / 2]);
-          if (kExtras && forward.softcap > 0.f) ds[m][n][c] *= slope_of_cap(p[m][n][c], row_lse_log2[m][c / 2], scale_log2);
+          if (kExtras && forward.softcap > 0.f) ds[m][n][c] *= slope_of_cap(p[m][n][c], row_lse_log2[m][c / 2], inverse_scale);
         }
     write_accumulators<T, kBlockN>(sdS, ds, warp_row, warp_column);
     __syncthreads();  // P and dS are complete
