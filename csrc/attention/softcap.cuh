@@ -25,8 +25,8 @@ __device__ __forceinline__ void cap_scores(const HfFlash2ForwardParams& params, 
   for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&scores[0][0][0])[i] = tanh_of((&scores[0][0][0])[i] * scale);
 }
 
-// The derivative of a capped score by the score, 1 - tanh^2, from its probability p = exp2(tanh / inverse_scale - lse_log2). 0 where p is, as under a
-// mask: so is the gradient there.
+// The derivative of a capped score by the score, 1 - tanh^2, from its probability p = exp2(tanh / inverse_scale - lse_log2). 0 where p is, as
+// under a mask: so is the gradient there.
 __device__ __forceinline__ float slope_of_cap(float p, float lse_log2, float inverse_scale) {
   const float tanh = (log2_approx(p) + lse_log2) * inverse_scale;
   return fmaxf(0.f, fmaf(-tanh, tanh, 1.f));
