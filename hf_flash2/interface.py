@@ -639,7 +639,7 @@ def hf_flash2_attention(
         attention_mask: what `hf_flash2_mask` returned, or a mask that the model hands on as it came.
         sliding_window: number of tokens a query sees, itself included; None = all.
         is_causal: wins over `module.is_causal`; a mask of ours wins over both.
-        cache: the paged cache of continuous batching.
+        cache: the paged cache of continuous batching; before Transformers 5.24, whose layers update it themselves.
         s_aux, softcap: attention sinks [H], as GPT-OSS has them, and a cap of the scores, as Gemma 2: `flash_attn_func`.
         kwargs: as in `attend`.
     Returns:
@@ -647,13 +647,15 @@ def hf_flash2_attention(
     Raises:
         ValueError: an argument that cannot be honoured, by name.
     """
-    if cache is not None:
+    if isinstance(cache, _transformers.Cache):  # from Transformers 5.24 on this may be the one that the layer has updated
+        cache = None
+    if cache is not None or "read_index" in kwargs:  # continuous batching
         if sliding_window is None and leaves_window_to_mask(module.config):
             raise ValueError(
                 f"{type(module).__name__} cannot run in continuous batching: {_UNSAID_WINDOW}, and there is none; "
                 "use generate, or config.sliding_window=None if no sequence is longer than the window"
             )
-        key, value = _update_paged_cache(module, key, value, cache, kwargs)
+        key, value = update_paged_cache(module, key, value, cache, kwargs)
         attention_mask = None  # made from the queries' position_ids alone; the lengths that come with the cache say all
     if scaling is None and hasattr(module, "scale_attn_weights"):
         # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
@@ -946,14 +948,18 @@ def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window
     return F.pad(out, (0, 0, 0, 0, 0, tokens_q.shape[1] - out.shape[1])).squeeze(0).unflatten(0, q.shape[:2])
 
 
-def _update_paged_cache(module, key, value, cache, kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+def update_paged_cache(
+    module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, cache: Any, kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Continuous batching: write the new keys and values [1, Hk, T, D] into the paged cache and get back all that the batch reads.
 
-    Leaves in kwargs what describes the sequences, and takes out what only the cache needs.
+    Leaves in kwargs what describes the sequences, and takes out what only the cache needs. cache=None: the layer has updated it.
     """
     if kwargs.get("block_table") is not None:
         raise ValueError("a block_table (paged decoding inside the kernel) is not supported yet; continuous batching works without it")
-    if "kwargs" in inspect.signature(cache.update).parameters:
+    if cache is None:
+        pass
+    elif "kwargs" in inspect.signature(cache.update).parameters:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     else:  # Transformers 5.0 to 5.22
         kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"

@@ -16,6 +16,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..interface import leaves_window_to_mask
 from .binding import LAYER
 
+CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since
+
 
 def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.Module]) -> str | None:
     """Why a model cannot run packed, as a sentence; None when it can. Read from the modules and from the sources of their classes.
@@ -27,7 +29,9 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
     base = model.base_model
     name = type(base).__name__
     takes = inspect.signature(type(base).forward).parameters
-    missing = [argument for argument in ("attention_mask", "position_ids", "inputs_embeds", "past_key_values") if argument not in takes]
+    missing = [argument for argument in ("attention_mask", "position_ids", "inputs_embeds") if argument not in takes]
+    if not takes.keys() & set(CACHES):
+        missing.append(CACHES[-1])
     if missing:
         return f"the forward of its {name} has no {', '.join(missing)}"
     layers = getattr(base.config, "num_hidden_layers", 0)

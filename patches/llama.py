@@ -15,11 +15,13 @@ def attention(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     attention_mask: torch.Tensor | None = None,
     past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """LlamaAttention.forward of Transformers 4.57 to 5.23, on hf_flash2."""
+    """LlamaAttention.forward of Transformers 4.57 to 5.24, on hf_flash2. `cache` is what past_key_values is called there since 5.24."""
     return rotary_attention(
-        module, modeling_llama.apply_rotary_pos_emb, hidden_states, position_embeddings, attention_mask, past_key_values,
+        module, modeling_llama.apply_rotary_pos_emb, hidden_states, position_embeddings, attention_mask,
+        past_key_values if cache is None else cache,
         sliding_window=None, **kwargs,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mod
 from .. import cross_entropy
 from ..interface import notice
 from .binding import by_name, upstream
+from .contract import CACHES
 from .packed import token_shape
 
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
@@ -50,9 +51,8 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     loss = chunked_cross_entropy(
         output.last_hidden_state, rows, row_labels, model.get_output_embeddings(), model.config.vocab_size, inputs.get("num_items_in_batch")
     )
-    return CausalLMOutputWithCrossAttentions(
-        loss=loss, past_key_values=output.get("past_key_values"), hidden_states=output.get("hidden_states")
-    )
+    caches = {name: output.get(name) for name in CACHES if name in CausalLMOutputWithCrossAttentions.__dataclass_fields__}
+    return CausalLMOutputWithCrossAttentions(loss=loss, hidden_states=output.get("hidden_states"), **caches)
 
 
 @torch.compiler.disable  # the number of labels is a shape, and only the host knows what to do with it

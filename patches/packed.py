@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 from .. import packing
 from ..interface import CALLS
 from .binding import by_name, upstream
-from .contract import rope_parameters
+from .contract import CACHES, rope_parameters
 
 PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -101,7 +101,7 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
     mask, shape, use_cache = inputs["attention_mask"], token_shape(inputs), inputs.get("use_cache")
     if use_cache is None:  # in training nobody looks at it
         use_cache = not module.training and getattr(module.config, "use_cache", True)
-    if use_cache or inputs.get("past_key_values") is not None:
+    if use_cache or any(inputs.get(name) is not None for name in CACHES):
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"

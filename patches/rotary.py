@@ -1,13 +1,15 @@
 """The attention forward shared by families with rotary position embeddings: projections, rotation, cache, then straight to our op."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import Cache
+from transformers.models.llama import modeling_llama
 
 from .. import rotary
-from ..interface import attend
+from ..interface import attend, update_paged_cache
 
 
 def rotary_attention(
@@ -16,7 +18,7 @@ def rotary_attention(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     sliding_window: int | None,
     cache_position: torch.Tensor | None = None,
     is_causal: bool | None = None,
@@ -30,6 +32,7 @@ def rotary_attention(
 
     Args:
         hidden_states: [B, S, hidden]; position_embeddings: (cos, sin), each [B, S, D].
+        cache: past_key_values, as it was called before Transformers 5.24; or the paged cache of continuous batching.
         cache_position: what Transformers 4 passes, for its static caches.
         is_causal: wins over `module.is_causal`.
     Returns:
@@ -43,8 +46,11 @@ def rotary_attention(
     cos, sin = position_embeddings
     in_place = not torch.is_grad_enabled() and returns_new_tensors(module.q_proj) and returns_new_tensors(module.k_proj)
     q, k = _rotate(apply_rotary_pos_emb, q, k, cos, sin, in_place)
-    if past_key_values is not None:
-        k, v = update_cache(past_key_values, k, v, module.layer_idx, cache_position, sin=sin, cos=cos)
+    if is_paged(cache):
+        k, v = update_paged(module, cache, k, v, kwargs)
+        attention_mask = None
+    elif cache is not None:
+        k, v = update_cache(cache, k, v, module.layer_idx, cache_position, kwargs, sin=sin, cos=cos)
     out = attend(
         module, q, k, v, attention_mask,
         causal=module.is_causal if is_causal is None else is_causal, scaling=module.scaling,
@@ -78,10 +84,31 @@ def returns_new_tensors(projection: nn.Module) -> bool:
     )
 
 
+def is_paged(cache: object) -> bool:
+    """Whether this is the cache of continuous batching, which is none of Transformers' usual ones."""
+    return cache is not None and not isinstance(cache, Cache)
+
+
+def update_paged(module: nn.Module, cache: object, k: torch.Tensor, v: torch.Tensor, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """`update_cache` for the cache of continuous batching; kwargs then say which documents there are, in place of any mask."""
+    k, v = update_paged_cache(module, k.transpose(1, 2), v.transpose(1, 2), cache, kwargs)
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+# Whether upstream hands the keyword arguments of the forward to its caches, as since Transformers 5.24.
+_HANDS_ON = "cache" in inspect.signature(modeling_llama.LlamaAttention.forward).parameters
+
+
 def update_cache(
-    cache: Cache, k: torch.Tensor, v: torch.Tensor, layer_idx: int, cache_position: torch.Tensor | None, **cache_kwargs: torch.Tensor
+    cache: Cache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer_idx: int,
+    cache_position: torch.Tensor | None,
+    kwargs: dict,
+    **cache_kwargs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append k and v [B, S, Hk, D] to the cache and return all it holds, [B, Sk, Hk, D]. Caches themselves are [B, Hk, Sk, D]."""
     more = () if cache_position is None else ({"cache_position": cache_position, **cache_kwargs},)  # Transformers 5 needs none of it
-    k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx, *more)
+    k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx, *more, **{"kwargs": kwargs} if _HANDS_ON else {})
     return k.transpose(1, 2), v.transpose(1, 2)

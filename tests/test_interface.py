@@ -21,6 +21,7 @@ from hf_flash2 import interface
 pytestmark = pytest.mark.timeout(120)
 
 DECODERS = ["llama", "mistral", "gpt2", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "gemma2"]
+DECODERS += ["gptj"] if VERSION >= (5, 24) else []
 DECODERS += ["mimo_v2_flash"] if hasattr(transformers, "MiMoV2FlashForCausalLM") else []
 
 
@@ -186,7 +187,10 @@ def diffusion_gemma(implementation: str, device) -> torch.nn.Module:
     return model.to(device, DTYPES[0])
 
 
-@pytest.mark.skipif(VERSION < (5, 23), reason="this Transformers has no DiffusionGemma, or none with a vision tower by default")
+@pytest.mark.skipif(
+    not (5, 23) <= VERSION < (5, 24),
+    reason="this Transformers has no DiffusionGemma, none with a vision tower by default, or not for flash",
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_window_that_layers_hand_on_and_the_mask_does_not_have(padded, device):
     """DiffusionGemma's decoder sees the whole context and all of its canvas, whatever its layers say."""
@@ -264,7 +268,10 @@ def paligemma(implementation: str, device) -> torch.nn.Module:
     return PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=implementation).eval().to(device, DTYPES[0])
 
 
-@pytest.mark.skipif(VERSION < (5, 0), reason="its masks do not look at position_ids before Transformers 5, whatever the implementation")
+@pytest.mark.skipif(
+    not (5, 0) <= VERSION < (5, 24),
+    reason="its masks do not look at position_ids before Transformers 5, whatever the implementation; from 5.24 on it admits no flash",
+)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_documents_where_the_decoder_of_a_model_asks_for_its_mask_again(use_cache, device):
     ours, eager = paligemma("hf_flash2", device), paligemma("eager", device)

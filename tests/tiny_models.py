@@ -82,7 +82,8 @@ FAMILIES = {
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
     "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
-    "gptj": ("GPTJForCausalLM", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+    # until it calls the attention interface, from Transformers 5.24 on
+    "gptj": ("GPTJForCausalLM", _COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}),
 }  # fmt: skip
 
 

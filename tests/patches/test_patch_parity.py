@@ -10,7 +10,8 @@ import small_models
 import torch
 import transformers
 from small_models import FAMILIES, PADDINGS
-from transformers import DynamicCache
+from tiny_models import VERSION
+from transformers import DynamicCache, GenerationConfig
 
 import hf_flash2
 from hf_flash2 import patches, rotary
@@ -69,6 +70,24 @@ def test_greedy_generation(family, padding, cache):
     report = hf_flash2.patch(model)
     assert torch.equal(model.generate(**inputs, **options), eager.generate(**inputs, **options))
     assert all(calls == 10 for calls in report.calls.values()), report
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the warm-up on a GPU walks a cache of all its memory in Python: minutes on a large one"
+)
+@pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuous_batching(family):
+    """The paged cache comes to the patched forward, as the usual one does."""
+    eager, model = small_models.twins(family)
+    report = hf_flash2.patch(model)
+    prompts = [[5, 9, 3], [7, 11, 4, 6, 8, 3, 10], [12, 5]]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    answers = model.generate_batch(prompts, generation_config=GenerationConfig(eos_token_id=-1, **options), progress_bar=False)
+    for name, prompt in zip(sorted(answers), prompts, strict=True):
+        alone = eager.generate(torch.tensor([prompt]), eos_token_id=None, **options)
+        assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
+    assert sum(report.calls.values()) > 0
 
 
 class RecordingCache(DynamicCache):
