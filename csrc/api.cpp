@@ -171,7 +171,6 @@ const char* reason_not_sm90(int device) {
 const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
-  if (p.softcap > 0.f) return "it has no capped scores";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool packed = p.sequences_q.cu_seqlens != nullptr;
   const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;
@@ -192,6 +191,7 @@ HfFlash2Family choose_family(int family, const char* reason) {
 // Why the Hopper backward cannot run this call, or null when it can.
 const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
+  if (p.forward.softcap > 0.f) return "it has no capped scores";
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   if (!sm90::tma_can_read(p.dout, packed ? p.forward.total_q : p.forward.max_seqlen_q, p.forward.heads_q, packed ? 1 : p.forward.batch))
     return "TMA cannot read dout (expanded with stride 0)";

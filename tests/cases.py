@@ -64,7 +64,11 @@ class Case:
     @property
     def beyond_hopper(self) -> bool:
         """The Hopper family leaves this case to the other one."""
-        return self.dropout_p > 0 or self.softcap > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
+        return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
+
+    def backward_family(self, family: str) -> str:
+        """The one that runs the backward of a forward of this family: the Hopper family has none of capped scores."""
+        return "sm80" if family == "sm90" and self.softcap > 0 else family
 
     @property
     def scores(self) -> int:
@@ -223,6 +227,9 @@ def _table() -> list[Case]:
             Case("softcap", 128, (4, 2), (150,) * 2, causal=causal, magnitude=20.0, softcap=50.0),  # most scores are at the cap
             Case("softcap", 96, (4, 2), (150,) * 2, causal=causal, softcap=1e4),  # none is
             Case("softcap", 64, (4, 2), (70,), (600,), causal=causal, rise=12.0, softcap=30.0),
+            Case("softcap", 128, (2, 1), (70,), (600,), causal=causal, rise=200.0, softcap=500.0),
+            Case("softcap", 256, (8, 1), lengths_q=(1,), lengths_k=(1100,), causal=causal, layout="cache", softcap=5.0),  # keys are split
+            Case("softcap", 128, (8, 2), (17, 0, 1, 40), (130, 64, 1, 40), form="packed", causal=causal, softcap=5.0, sinks=2.0),
             Case("softcap", 40, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, softcap=5.0, sinks=2.0),
         ]
         for padding in ("right", "mixed", "holes"):

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 
     float p[kMTiles][kNTiles][4] = {};
     multiply<T, kHeadDim / 16>(p, RowsOfA<kHeadDim>(sQ + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sK, warp_column), 0);
-    if (kExtras && forward.softcap > 0.f) cap_scores(forward, p);
+    if (kExtras && forward.softcap > 0.f) cap_scores(p, forward.softmax_scale / forward.softcap);
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN))
       mask.apply(p, row_begin + warp_row + lane / 4, key_begin + warp_column + lane % 4 * 2);
     if (mask.visible != nullptr) mask.apply_holes(p, key_begin + warp_column + lane % 4 * 2);

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
 #pragma unroll
       for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&scores[0][0][0])[i] = 0.f;
       multiply<T, kHeadDim / 16>(scores, RowsOfA<kHeadDim>(sQ, warp_row), 0, ColumnsOfB<kHeadDim>(sK + stage, 0), 0);
-      if (kExtras && params.softcap > 0.f) cap_scores(params, scores);
+      if (kExtras && params.softcap > 0.f) cap_scores(scores, params.softmax_scale / params.softcap);
     };
     compute_scores();
 

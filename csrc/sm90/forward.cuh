@@ -30,6 +30,7 @@
 #pragma once
 #include <type_traits>
 
+#include "attention/softcap.cuh"
 #include "device/tma.cuh"
 #include "sm90/clear_gaps.cuh"
 #include "sm90/clear_rows.cuh"
@@ -100,7 +101,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   hand_over(ForwardTask::none());
 }
 
-template <typename Shape, typename T>
+template <typename Shape, typename T, bool kCapped>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
   constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
@@ -110,7 +111,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
-  const float scale_log2 = params.softmax_scale * kLog2e;
+  const float scale_log2 = kCapped ? arguments.cap_log2 : params.softmax_scale * kLog2e;
 
   float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
@@ -223,6 +224,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
       release_keys(use % kStages);
+      if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
       if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
       round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
@@ -245,6 +247,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         wgmma_wait<1>();
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
         release_keys(stage_k);
+        if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
         if constexpr (kMasked) apply_mask(visible);
         constexpr bool kAhead = Shape::kAhead && !kMasked;
         float sums[1][2];
@@ -260,8 +263,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         if constexpr (kAhead) round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
         if (__builtin_expect(moved, 0)) {
           if constexpr (kAhead) {
-            follow_maximum<T>(arguments, ForwardTask::load(shared.task(tile)), row, block * kBlockN, scale_log2, softmax, scores, sums,
-                              rescale);
+            follow_maximum<T, kCapped>(arguments, ForwardTask::load(shared.task(tile)), row, block * kBlockN, scale_log2, softmax, scores,
+                                       sums, rescale);
             round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
           }
           scale_rows(out, rescale);
@@ -318,7 +321,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 // late_maximum.cuh: with 78 in place of 68, the loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at
 // 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the
 // loader neither divides nor waits for a barrier before its first copies.
-template <typename Shape, typename T>
+// kCapped: a kernel of its own for capped scores, which leaves the code of the other as it is.
+template <typename Shape, typename T, bool kCapped>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const ForwardShared<Shape> shared{shared_address(memory)};
@@ -327,7 +331,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
   if (threadIdx.x < Shape::kConsumers * 128) {
     take_registers<Shape::kConsumerRegisters>();
     named_barrier_sync(kStartBarrier, kStartThreads);
-    compute_tiles<Shape, T>(arguments, shared);
+    compute_tiles<Shape, T, kCapped>(arguments, shared);
   } else {
     give_registers<Shape::kLoaderRegisters>();
     const HfFlash2ForwardParams& params = arguments.params;

@@ -167,6 +167,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
   arguments.params = params;
+  arguments.scale_of_cap = params.softmax_scale / params.softcap, arguments.cap_log2 = params.softcap * kLog2e;
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 
   // As many thread blocks as run at once. Causal work grows with the row: where tiles have to wait, pairs of them are equal work, and of those
@@ -195,8 +196,12 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared.out = static_cast<float*>(params.workspace);
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
   const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0);
-  launch<forward_kernel<Shape, T>>(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream,
-                                   "attention forward, sm90", start, Shape::kSharedBytes + kZeroBytes);
+  auto compute = launch<forward_kernel<Shape, T, false>, ForwardArguments>;
+  if constexpr (Shape::kHasCapped) {
+    if (params.softcap > 0.f) compute = launch<forward_kernel<Shape, T, true>, ForwardArguments>;
+  }
+  compute(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90", start,
+          Shape::kSharedBytes + kZeroBytes);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
   if constexpr (Shape::kSharesTiles) {
     using Combine = CombineShape<Shape>;
@@ -221,7 +226,7 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   }
   const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
   const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
-  return short_triangle || closer ? TileSize::kSmall : TileSize::kLarge;
+  return short_triangle || closer || params.softcap > 0.f ? TileSize::kSmall : TileSize::kLarge;
 }
 
 // Calls f(shape) with the tiles for this call.

@@ -39,6 +39,8 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // keys, 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize != TileSize::kLarge);
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
+  // With 80 keys a block, at d 256, capped scores spill a register.
+  static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
   static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole lines
   // of what is brought to L2, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k, TFLOP/s, full 518

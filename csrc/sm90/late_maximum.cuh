@@ -1,5 +1,6 @@
 // What is left to do where softmax ran ahead of a maximum that has grown: OnlineSoftmax::update_ahead.
 #pragma once
+#include "attention/softcap.cuh"
 #include "attention/softmax.cuh"
 #include "device/mma_sync.cuh"
 #include "sm90/forward_task.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void compute_scores_again(const ForwardArguments& arg
 // By a warp of whose sums some are too large: makes scores, sums and the maximum as if this had been looked for, and says how to rescale
 // out. Where exponentials may have overflowed, when the maximum grew by some 100 (base 2) from one block to the next, from the scores:
 // those of all rows of the warp, so that here alone one row depends on others, by how its probabilities are rounded.
-template <typename T, int kNTiles>
+template <typename T, bool kCapped, int kNTiles>
 __device__ __forceinline__ void follow_maximum(const ForwardArguments& arguments, const ForwardTask& task, int row, int key,
                                                float scale_log2, OnlineSoftmax<1>& softmax, float (&scores)[1][kNTiles][4],
                                                float (&sums)[1][2], float (&rescale)[1][2]) {
@@ -48,6 +49,7 @@ __device__ __forceinline__ void follow_maximum(const ForwardArguments& arguments
     softmax.raise_max(scores, sums, rescale);
   } else {
     compute_scores_again<T>(arguments, task, row, key, scores[0]);
+    if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
     softmax.template update<true>(scores, rescale, scale_log2);
     sums[0][0] = sums[0][1] = 0.f;  // added already
   }
