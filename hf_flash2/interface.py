@@ -269,7 +269,7 @@ def _calls_the_interface(model_class: type) -> bool:
 def _adds_sinks_alone(model_class: type) -> bool:
     """Whether sinks are what the layers of a model with a list of compatible implementations hand over besides the usual, as GPT-OSS does.
     What else they might is refused by name when it comes."""
-    calls = re.findall(r"\battention_interface\((?:[^()]|\([^()]*\))*\)", _source(model_class.__module__))
+    calls = re.findall(_CALL + r"\)", _source(model_class.__module__))
     beyond = re.compile(rf"\b({'|'.join(_UNSUPPORTED)})=")
     return bool(calls) and all("s_aux=" in call and not beyond.search(call) for call in calls)
 
@@ -586,7 +586,8 @@ def leaves_window_to_mask(config: Any) -> bool:
     return bool(getattr(config, "sliding_window", None)) and not _hands_on_its_window(type(config))
 
 
-_CALL_WITH_WINDOW = re.compile(r"\battention_interface\((?:[^()]|\([^()]*\))*\bsliding_window=")
+_CALL = r"\battention_interface\((?:[^()]|\([^()]*\))*"  # up to any of its arguments
+_CALL_WITH_WINDOW = re.compile(_CALL + r"\bsliding_window=")
 
 
 def _modeling_source(config_class: type) -> str:
@@ -647,7 +648,7 @@ def hf_flash2_attention(
     Raises:
         ValueError: an argument that cannot be honoured, by name.
     """
-    if isinstance(cache, _transformers.Cache):  # from Transformers 5.24 on this may be the one that the layer has updated
+    if not is_paged(cache):  # from Transformers 5.24 on this may be the one that the layer has updated
         cache = None
     if cache is not None or "read_index" in kwargs:  # continuous batching
         if sliding_window is None and leaves_window_to_mask(module.config):
@@ -946,6 +947,11 @@ def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window
     ]
     out = torch.cat(pieces, 1)
     return F.pad(out, (0, 0, 0, 0, 0, tokens_q.shape[1] - out.shape[1])).squeeze(0).unflatten(0, q.shape[:2])
+
+
+def is_paged(cache: Any) -> bool:
+    """Whether this is the cache of continuous batching, which is none of Transformers' usual ones."""
+    return cache is not None and not isinstance(cache, _transformers.Cache)
 
 
 def update_paged_cache(

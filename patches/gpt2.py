@@ -5,9 +5,9 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache
 from transformers.models.gpt2 import modeling_gpt2
 
-from ..interface import attend, gpt2_scaling
+from ..interface import attend, gpt2_scaling, is_paged
 from .family import Family
-from .rotary import is_paged, update_cache, update_paged
+from .rotary import update_cache
 
 
 def attention(
@@ -34,14 +34,11 @@ def attention(
         k, v = _encoder_keys_values(module, encoder_hidden_states, cache, kwargs)
     else:
         q, k, v = (_heads(module, x) for x in module.c_attn(hidden_states).split(module.split_size, dim=-1))
-        if is_paged(cache):
-            k, v = update_paged(module, cache, k, v, kwargs)
-            attention_mask = None
-        elif cache is not None:
-            cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-            k, v = update_cache(cache, k, v, module.layer_idx, cache_position, kwargs)
+        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        if cache is not None:
+            k, v = update_cache(module, cache, k, v, cache_position, kwargs)
     out = attend(
-        module, q, k, v, attention_mask,
+        module, q, k, v, None if is_paged(cache) else attention_mask,
         causal=encoder_hidden_states is None if is_causal is None else is_causal, scaling=gpt2_scaling(module),
         dropout=module.attn_dropout.p if module.training else 0.0, **kwargs,
     )  # fmt: skip
@@ -62,7 +59,7 @@ def _encoder_keys_values(
         return layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
     k, v = (_heads(module, x) for x in module.c_attn(encoder_hidden_states).split(module.split_size, dim=-1))
     if cache is not None:
-        k, v = update_cache(cache.cross_attention_cache, k, v, module.layer_idx, cache_position=None, kwargs=kwargs)
+        k, v = update_cache(module, cache.cross_attention_cache, k, v, cache_position=None, kwargs=kwargs)
         cache.is_updated[module.layer_idx] = True
     return k, v
 

@@ -9,7 +9,7 @@ from transformers import Cache
 from transformers.models.llama import modeling_llama
 
 from .. import rotary
-from ..interface import attend, update_paged_cache
+from ..interface import attend, is_paged, update_paged_cache
 
 
 def rotary_attention(
@@ -46,13 +46,10 @@ def rotary_attention(
     cos, sin = position_embeddings
     in_place = not torch.is_grad_enabled() and returns_new_tensors(module.q_proj) and returns_new_tensors(module.k_proj)
     q, k = _rotate(apply_rotary_pos_emb, q, k, cos, sin, in_place)
-    if is_paged(cache):
-        k, v = update_paged(module, cache, k, v, kwargs)
-        attention_mask = None
-    elif cache is not None:
-        k, v = update_cache(cache, k, v, module.layer_idx, cache_position, kwargs, sin=sin, cos=cos)
+    if cache is not None:
+        k, v = update_cache(module, cache, k, v, cache_position, kwargs, sin=sin, cos=cos)
     out = attend(
-        module, q, k, v, attention_mask,
+        module, q, k, v, None if is_paged(cache) else attention_mask,
         causal=module.is_causal if is_causal is None else is_causal, scaling=module.scaling,
         dropout=module.attention_dropout if module.training else 0.0, sliding_window=sliding_window, **kwargs,
     )  # fmt: skip
@@ -84,31 +81,27 @@ def returns_new_tensors(projection: nn.Module) -> bool:
     )
 
 
-def is_paged(cache: object) -> bool:
-    """Whether this is the cache of continuous batching, which is none of Transformers' usual ones."""
-    return cache is not None and not isinstance(cache, Cache)
-
-
-def update_paged(module: nn.Module, cache: object, k: torch.Tensor, v: torch.Tensor, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """`update_cache` for the cache of continuous batching; kwargs then say which documents there are, in place of any mask."""
-    k, v = update_paged_cache(module, k.transpose(1, 2), v.transpose(1, 2), cache, kwargs)
-    return k.transpose(1, 2), v.transpose(1, 2)
-
-
 # Whether upstream hands the keyword arguments of the forward to its caches, as since Transformers 5.24.
 _HANDS_ON = "cache" in inspect.signature(modeling_llama.LlamaAttention.forward).parameters
 
 
 def update_cache(
+    module: nn.Module,
     cache: Cache,
     k: torch.Tensor,
     v: torch.Tensor,
-    layer_idx: int,
     cache_position: torch.Tensor | None,
     kwargs: dict,
     **cache_kwargs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append k and v [B, S, Hk, D] to the cache and return all it holds, [B, Sk, Hk, D]. Caches themselves are [B, Hk, Sk, D]."""
-    more = () if cache_position is None else ({"cache_position": cache_position, **cache_kwargs},)  # Transformers 5 needs none of it
-    k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx, *more, **{"kwargs": kwargs} if _HANDS_ON else {})
+    """Append k and v [B, S, Hk, D] to the cache and return all it holds, [B, Sk, Hk, D]. Caches themselves are [B, Hk, Sk, D].
+
+    Of continuous batching, too: then kwargs say which documents there are, in place of any mask.
+    """
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if is_paged(cache):
+        k, v = update_paged_cache(module, k, v, cache, kwargs)
+    else:
+        more = () if cache_position is None else ({"cache_position": cache_position, **cache_kwargs},)  # Transformers 5 needs none of it
+        k, v = cache.update(k, v, module.layer_idx, *more, **{"kwargs": kwargs} if _HANDS_ON else {})
     return k.transpose(1, 2), v.transpose(1, 2)

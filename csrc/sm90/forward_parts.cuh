@@ -42,10 +42,10 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
   static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
-  // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole lines
-  // of what is brought to L2, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k, TFLOP/s, full 518
-  // 670 755 777 -> 522 678 758 776, causal 301 476 602 714 -> 307 486 610 714; d 128 level; d 96 at 512, 1k 468 572 -> 457 567, causal 272 406 ->
-  // 264 399, d 192 506 642 -> 495 641, d 64 0 to 1 % slower.
+  // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole
+  // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k,
+  // TFLOP/s, full 518 670 755 777 -> 522 678 758 776, causal 301 476 602 714 -> 307 486 610 714; d 128 level; d 96 at 512, 1k 468 572 -> 457 567,
+  // causal 272 406 -> 264 399, d 192 506 642 -> 495 641, d 64 0 to 1 % slower.
   static constexpr bool kStreams = kHeadDim == 256;
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.
