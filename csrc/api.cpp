@@ -191,7 +191,6 @@ HfFlash2Family choose_family(int family, const char* reason) {
 // Why the Hopper backward cannot run this call, or null when it can.
 const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
-  if (p.forward.softcap > 0.f) return "it has no capped scores";
   const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
   if (!sm90::tma_can_read(p.dout, packed ? p.forward.total_q : p.forward.max_seqlen_q, p.forward.heads_q, packed ? 1 : p.forward.batch))
     return "TMA cannot read dout (expanded with stride 0)";

@@ -20,7 +20,6 @@ Shared by all functions below:
 * s_aux: attention sinks, [H] of any floating dtype (computed in float32): a logit for each query head that takes its part of the softmax of
   every row, exp(s_aux) beside the sum of exp(scores), and adds nothing to out. softmax_lse counts it. As GPT-OSS has them; with a gradient.
 * softcap: scores are capped, softcap * tanh(score * softmax_scale / softcap), before any mask, as in Gemma 2; 0.0 caps nothing.
-  The backward runs on the mma.sync kernels, on Hopper too.
 * alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
 * return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
   dropped probabilities, exists for its tests only.)

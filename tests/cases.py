@@ -66,10 +66,6 @@ class Case:
         """The Hopper family leaves this case to the other one."""
         return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
 
-    def backward_family(self, family: str) -> str:
-        """The one that runs the backward of a forward of this family: the Hopper family has none of capped scores."""
-        return "sm80" if family == "sm90" and self.softcap > 0 else family
-
     @property
     def scores(self) -> int:
         """How many scores an eager implementation materialises: what a case costs the oracle."""

@@ -1,12 +1,23 @@
 // Capped scores: softcap * tanh(score * softmax_scale / softcap) in place of score * softmax_scale, before any mask. Gemma Team, Gemma 2,
 // arXiv 2408.00118, section 2.
-// PERF: one H200, causal, batch 2 at 4k, with and without a cap of 50, us: 16/8 heads of 256, Hopper forward 453 366, mma.sync 1264 1009, its
-// backward 3896 3600; 16 of 128 321 195, 613 437, 1647 1310; 32 of 64 557 252, 807 473, 1978 1416. One query after 8k keys, 16/8 heads of 256, 1
-// and 8 sequences: 41 35, 143 139, mma.sync 561 428, 545 431. Eager attention: 9719 and 11374, 9192 and 10681, 18003 and 21136.
+// PERF: one H200, causal, batch 2 at 4k, with and without a cap of 50, us: 16/8 heads of 256, Hopper forward 453 366, backward 1629 1447,
+// mma.sync 1264 1009, 3940 3600; 16 of 128 321 195, 809 654, mma.sync 613 437, 1650 1310; 32 of 64 557 252, 1087 708, mma.sync 807 473, 1970
+// 1416. One query after 8k keys, 16/8 heads of 256, 1 and 8 sequences: 41 35, 143 139, mma.sync 561 428, 545 431. Eager attention: 9719 and
+// 11374, 9192 and 10681, 18003 and 21136.
 #pragma once
 #include "attention/softmax.cuh"
 
 namespace hf_flash2 {
+
+// What the Hopper kernels are told of a cap: in their arguments it takes no registers.
+struct ScoreCap {
+  float scale;               // softmax_scale / softcap
+  float log2, inverse_log2;  // softcap * log2 e, and 1 by that
+
+  static ScoreCap of(const HfFlash2ForwardParams& params) {
+    return {params.softmax_scale / params.softcap, params.softcap * kLog2e, 1 / (params.softcap * kLog2e)};
+  }
+};
 
 // By the exponential, near 0 by the series, where that would lose digits: tanh.approx is off by 5e-4, which a cap of 50 makes 0.02 of a score.
 __device__ __forceinline__ float tanh_of(float x) {
@@ -20,10 +31,13 @@ __device__ __forceinline__ float scale_of_scores(const HfFlash2ForwardParams& pa
 }
 
 // scale: softmax_scale / softcap.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void cap_scores(float (&scores)[kMTiles][kNTiles][4], float scale) {
+template <typename Scores>
+__device__ __forceinline__ void cap_scores(Scores& scores, float scale) {
 #pragma unroll
-  for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&scores[0][0][0])[i] = tanh_of((&scores[0][0][0])[i] * scale);
+  for (int i = 0; i < static_cast<int>(sizeof(Scores) / sizeof(float)); ++i) {
+    float& score = reinterpret_cast<float*>(&scores)[i];
+    score = tanh_of(score * scale);
+  }
 }
 
 // The derivative of a capped score by the score, 1 - tanh^2, from its probability p = exp2(tanh / inverse_scale - lse_log2). 0 where p is, as

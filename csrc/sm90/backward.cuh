@@ -160,7 +160,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   const int consumer = warpgroup_index(), thread = threadIdx.x % 128;
   const uint32_t keys = shared.k() + consumer * (64 * 128), values = shared.v() + consumer * (64 * 128);  // this consumer's rows of a panel
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN + consumer * 64);
-  const float scale_log2 = params.forward.softmax_scale * kLog2e;
+  const float scale_log2 = Shape::kCapped ? arguments.cap.log2 : params.forward.softmax_scale * kLog2e;
 
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 #pragma unroll
@@ -205,6 +205,10 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     wgmma_use<kBlockM / 2>(&p[0][0]);
     mbarrier_wait(shared.dout_full(stage), step / kStages & 1);
     issue_scores<Shape, T>(&ds[0][0], hidden(values), shared.dout(stage));
+    if constexpr (Shape::kCapped) {
+      cap_scores(p, arguments.cap.scale);
+      lse_log2 = RowValues<8>(shared.lse_log2(stage));  // not before: registers
+    }
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
@@ -226,6 +230,11 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
         wgmma_use<kBlockM / 2>(&ds[0][0]);
       }
       const RowValues<4> delta_rest(delta_rows + 32 * 4);
+      if constexpr (Shape::kCapped) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+          multiply_by_slope(p + part * 8 + n, RowValues<1>(shared.lse_log2(stage) + (part * 8 + n) * 32), arguments.cap);
+      }
       differentiate(ds + part * 8, p + part * 8, delta);
       differentiate(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);

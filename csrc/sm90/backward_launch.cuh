@@ -255,10 +255,12 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.k = make_tensor_map(forward.k, forward.dtype, forward.head_dim, tokens_k, forward.heads_k, batch, Shape::kBlockN);
   arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, tokens_k, forward.heads_k, batch, Shape::kBlockN);
   arguments.params = params;
+  arguments.cap = ScoreCap::of(forward);
 
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
-  const int rounding = plan.splits > 1 ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
+  const int rounding =
+      plan.splits > 1 || forward.softcap > 0.f ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
@@ -330,10 +332,17 @@ template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params) {
   with_backward_shape<kHeadDim>(params.forward, [&](auto shape) {
     using Shape = decltype(shape);
-    if constexpr (kHeadDim <= 128)
-      launch_backward<Shape, T, backward_kernel<Shape, T>>(params);
+    const auto launch_of = [&](auto computing) {
+      using Computes = decltype(computing);
+      if constexpr (kHeadDim <= 128)
+        launch_backward<Shape, T, backward_kernel<Computes, T>>(params);
+      else
+        launch_backward<Shape, T, backward_wide_kernel<Computes, T>, backward_wide_kernel<InOrder<Computes>, T>>(params);
+    };
+    if (params.forward.softcap > 0.f)
+      launch_of(Capped<Shape>{});
     else
-      launch_backward<Shape, T, backward_wide_kernel<Shape, T>, backward_wide_kernel<InOrder<Shape>, T>>(params);
+      launch_of(shape);
     if (params.dsinks != nullptr)
       launch<sink_gradient_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns>>(
           params, params.forward.heads_q, kSinkThreads, 0, params.forward.device, params.forward.stream, "attention backward, sm90, sinks");

@@ -4,7 +4,7 @@
 // Scores are computed keys x queries, so that P and dS are A operands of dV and dK as they come out of the accumulators:
 //   S^T = K Q^T,  P^T = exp2(S^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q,  dQ += dS K
 #pragma once
-#include "attention/softmax.cuh"
+#include "attention/softcap.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/store.cuh"
@@ -17,6 +17,12 @@ template <typename Shape>
 __device__ __forceinline__ void consumers_meet() {
   named_barrier_sync(1, Shape::kConsumerThreads);
 }
+
+// Capped scores: a kernel of their own, which leaves the code of the other as it is.
+template <typename Shape>
+struct Capped : Shape {
+  static constexpr bool kCapped = true;
+};
 
 // By all consumers: K and V have landed, and their rows behind the sequence are zero.
 template <typename Shape>
@@ -124,6 +130,17 @@ __device__ __forceinline__ void exponentiate(float (*scores)[4], const RowValues
     const float2 lse = lse_log2.rows[n];
 #pragma unroll
     for (int c = 0; c < 4; ++c) scores[n][c] = exp2_approx(fmaf(scores[n][c], scale_log2, c % 2 == 0 ? -lse.x : -lse.y));
+  }
+}
+
+// P times the slope of the cap, in place of P: dS is that times (dP - delta) then.
+template <int kTiles>
+__device__ __forceinline__ void multiply_by_slope(float (*p)[4], const RowValues<kTiles>& lse_log2, const ScoreCap& cap) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const float2 lse = lse_log2.rows[n];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) p[n][c] *= slope_of_cap(p[n][c], c % 2 == 0 ? lse.x : lse.y, cap.inverse_log2);
   }
 }
 

@@ -1,6 +1,7 @@
 // What a thread block of the Hopper backward works on: its launch arguments, sizes that follow from a tile, and tasks.
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/softcap.cuh"
 #include "attention/workspace.cuh"
 #include "device/cluster.cuh"
 #include "device/semaphore.cuh"
@@ -42,6 +43,7 @@ struct BackwardArguments {
   int task_blocks;      // thread blocks that compute
   int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
   bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
+  ScoreCap cap;
 
   // Key heads, or splits of their groups: a task has a key block of one.
   __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(shares.splits.divisor); }
@@ -72,6 +74,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   using Tile = BackwardTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
   static constexpr int kCluster = Tile::kCluster, kTaskKeys = kBlockN * kCluster;  // blocks that have a task together, and its keys
+  static constexpr bool kCapped = false;
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
   static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;

@@ -217,8 +217,9 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
                                                const BackwardTask& task, uint32_t& steps, uint32_t keys_parity) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
+  constexpr bool kPIsHalf = std::is_same_v<T, __half> && !Shape::kCapped;  // what goes to the second consumer serves dV, too
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
-  const float scale_log2 = params.forward.softmax_scale * kLog2e;
+  const float scale_log2 = Shape::kCapped ? arguments.cap.log2 : params.forward.softmax_scale * kLog2e;
   float dv[kHeadDimV / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
@@ -233,20 +234,34 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if constexpr (Shape::kDoutStages != kStages) mbarrier_arrive(shared.empty(stage));
+    if constexpr (Shape::kCapped) cap_scores(p, arguments.cap.scale);
     if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
 #pragma unroll
     for (float2& rows : lse_log2.rows) rows.x -= kPExponent, rows.y -= kPExponent;
     exponentiate(p, lse_log2, scale_log2);
+    const auto to_half = [&](uint32_t (&half)[kBlockM / 4]) {
 #pragma unroll
-    for (int i = 0; i < kBlockM / 4; ++i) p_half[i] = pack_half_finite((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
+      for (int i = 0; i < kBlockM / 4; ++i) half[i] = pack_half_finite((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
+    };
+    const auto round = [&] {
+      if constexpr (std::is_same_v<T, __half>)
+        to_half(p_rounded);
+      else
+        round_tiles<T, kBlockM / 8>(p_rounded, p);
+    };
+    if constexpr (Shape::kCapped) {  // dV takes P, dS has it times the slope
+      round();
+      multiply_by_slope(p, lse_log2, arguments.cap);
+    }
+    to_half(p_half);
     mbarrier_wait(shared.p_empty(), (step & 1) ^ 1);
 #pragma unroll
     for (int n = 0; n < kBlockM / 16; ++n)
       store_shared(wide_p_buffer(shared, n), make_uint4(p_half[n * 4], p_half[n * 4 + 1], p_half[n * 4 + 2], p_half[n * 4 + 3]));
     named_barrier_arrive(kPFull, Shape::kConsumerThreads);
-    if constexpr (!std::is_same_v<T, __half>) round_tiles<T, kBlockM / 8>(p_rounded, p);
+    if constexpr (!kPIsHalf && !Shape::kCapped) round();
     mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
-    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], std::is_same_v<T, __half> ? p_half : p_rounded, shared.dout(dout_stage));
+    issue_key_gradient<Shape, T, kBlockM, kHeadDimV>(&dv[0][0], kPIsHalf ? p_half : p_rounded, shared.dout(dout_stage));
   });
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
 #pragma unroll

@@ -111,7 +111,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
-  const float scale_log2 = kCapped ? arguments.cap_log2 : params.softmax_scale * kLog2e;
+  const float scale_log2 = kCapped ? arguments.cap.log2 : params.softmax_scale * kLog2e;
 
   float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
@@ -224,7 +224,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
       release_keys(use % kStages);
-      if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
+      if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
       if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
       round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
@@ -247,7 +247,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         wgmma_wait<1>();
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
         release_keys(stage_k);
-        if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
+        if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
         if constexpr (kMasked) apply_mask(visible);
         constexpr bool kAhead = Shape::kAhead && !kMasked;
         float sums[1][2];

@@ -167,7 +167,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
   arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
   arguments.params = params;
-  arguments.scale_of_cap = params.softmax_scale / params.softcap, arguments.cap_log2 = params.softcap * kLog2e;
+  arguments.cap = ScoreCap::of(params);
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 
   // As many thread blocks as run at once. Causal work grows with the row: where tiles have to wait, pairs of them are equal work, and of those

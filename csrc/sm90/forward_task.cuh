@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include "attention/mask.cuh"
+#include "attention/softcap.cuh"
 #include "device/grid_dependency.cuh"
 #include "device/semaphore.cuh"
 #include "device/shared_memory.cuh"
@@ -75,8 +76,8 @@ struct ForwardArguments {
   TileScheduler scheduler;
   int whole_units;  // of the scheduler, and of each split; behind them the rest of kPairs, or the shared tiles
   SharedTiles shared;
-  float scale_of_cap, cap_log2;  // softmax_scale / softcap, and softcap times log2 e: here, they take no registers
-  int32_t* next_tile;            // counts the tiles that thread blocks take one after another; null: they have equal shares
+  ScoreCap cap;
+  int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
 
 // A query block and a share of its keys. The loader finds it and leaves it in shared memory for the consumers.

@@ -49,7 +49,7 @@ __device__ __forceinline__ void follow_maximum(const ForwardArguments& arguments
     softmax.raise_max(scores, sums, rescale);
   } else {
     compute_scores_again<T>(arguments, task, row, key, scores[0]);
-    if constexpr (kCapped) cap_scores(scores, arguments.scale_of_cap);
+    if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
     softmax.template update<true>(scores, rescale, scale_log2);
     sums[0][0] = sums[0][1] = 0.f;  // added already
   }
