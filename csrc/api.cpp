@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "append.h"
 #include "cross_entropy.h"
 #include "dispatch.h"
 #include "rotary.h"
@@ -104,6 +105,13 @@ void check_forward(const HfFlash2ForwardParams& p) {
   if ((p.sequences_q.cu_seqlens == nullptr) != (p.sequences_k.cu_seqlens == nullptr))
     reject("q and k", "both packed or both dense", "one of each");
   if (p.key_mask != nullptr && p.sequences_k.ranges == nullptr) reject("key_mask", "given with ranges of k", "one without");
+  if (p.block_table != nullptr) {
+    if (p.sequences_k.ranges == nullptr || p.key_mask != nullptr || p.dropout_p > 0.f)
+      reject("block_table", "given with ranges of k, without key_mask and dropout", "another call");
+    if (p.page_size <= 0 || p.page_size % kPageMultiple != 0)
+      reject("page_size", "a multiple of " + std::to_string(kPageMultiple), std::to_string(p.page_size));
+    check_address("block_table", p.block_table, sizeof *p.block_table);
+  }
   const bool packed = p.sequences_q.cu_seqlens != nullptr;
   check_tensor("q", p.q, packed);
   check_tensor("k", p.k, packed);
@@ -118,7 +126,25 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dq", p.dq, packed);
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
+  if (p.forward.block_table != nullptr) reject("block_table", "none in a backward", "one");
   if ((p.forward.sinks == nullptr) != (p.dsinks == nullptr)) reject("dsinks", "given with sinks, and only then", "one without the other");
+}
+
+void check_append(const HfFlash2AppendParams& p) {
+  check_size(p);
+  check_head_dim("head_dim", p.head_dim);
+  check_head_dim("head_dim_v", p.head_dim_v);
+  if (p.batch < 0 || p.seqlen < 0 || p.heads < 0 || p.capacity < 0)
+    reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.seqlen, p.heads, p.capacity})));
+  if ((p.block_table != nullptr) != (p.page_size > 0))
+    reject("page_size", "given with a block_table, and only then", "one without the other");
+  check_tensor("k", p.k, false);
+  check_tensor("v", p.v, false);
+  check_tensor("k_cache", p.k_cache, false);
+  check_tensor("v_cache", p.v_cache, false);
+  check_address("lengths", p.lengths, sizeof *p.lengths);
+  check_address("ranges", p.ranges, sizeof *p.ranges);
+  check_address("block_table", p.block_table, sizeof *p.block_table);
 }
 
 void check_rotary(const HfFlash2RotaryParams& p) {
@@ -172,10 +198,13 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
-  const bool packed = p.sequences_q.cu_seqlens != nullptr;
-  const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q, tokens_k = packed ? p.total_k : p.max_seqlen_k;
-  if (!sm90::tma_can_read(p.q, tokens_q, p.heads_q, batch) || !sm90::tma_can_read(p.k, tokens_k, p.heads_k, batch) ||
-      !sm90::tma_can_read(p.v, tokens_k, p.heads_k, batch))
+  const bool packed = p.sequences_q.cu_seqlens != nullptr, paged = p.block_table != nullptr;
+  if (paged && p.softcap > 0.f) return "it has no capped scores of a paged cache";
+  if (paged && p.head_dim_v > 128 && std::max(p.head_dim, p.head_dim_v) <= 192) return "its blocks of 112 keys at head dim 192 cross pages";
+  const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q;
+  const int batch_k = paged ? p.pages : batch, tokens_k = paged ? p.page_size : packed ? p.total_k : p.max_seqlen_k;
+  if (!sm90::tma_can_read(p.q, tokens_q, p.heads_q, batch) || !sm90::tma_can_read(p.k, tokens_k, p.heads_k, batch_k) ||
+      !sm90::tma_can_read(p.v, tokens_k, p.heads_k, batch_k))
     return "TMA cannot read q, k or v (empty, or expanded with stride 0)";
   return nullptr;
 }
@@ -265,6 +294,7 @@ HfFlash2ForwardParams complete(const HfFlash2ForwardParams& layout, const HfFlas
   params.key_mask = addresses.key_mask;
   params.rng_state = addresses.rng_state;
   params.sinks = addresses.sinks;
+  params.block_table = addresses.block_table;
   check_forward(params);
   normalise(params);
   return params;
@@ -372,6 +402,15 @@ int hf_flash2_backward(const HfFlash2BackwardParams* layout, const HfFlash2Backw
       reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params.workspace_bytes));
     kernels.run(params);
     return kernels.family;
+  });
+}
+
+int hf_flash2_append(const HfFlash2AppendParams* params) {
+  return guarded([&]() -> int {
+    check_append(*params);
+    const DeviceGuard guard(params->device);
+    run_append(*params);
+    return 0;
   });
 }
 

@@ -20,6 +20,9 @@ HF_FLASH2_API int64_t hf_flash2_forward_workspace_bytes(const HfFlash2ForwardPar
 // The same for hf_flash2_backward, which always needs some.
 HF_FLASH2_API int64_t hf_flash2_backward_workspace_bytes(const HfFlash2BackwardParams* params, const HfFlash2BackwardAddresses* addresses);
 
+// New keys and values into a cache; returns 0.
+HF_FLASH2_API int hf_flash2_append(const HfFlash2AppendParams* params);
+
 // Rotary position embedding of q and k; returns 0.
 HF_FLASH2_API int hf_flash2_rotary(const HfFlash2RotaryParams* params);
 

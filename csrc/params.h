@@ -31,8 +31,8 @@ typedef struct HfFlash2ForwardParams {
   uint64_t workspace_bytes;  // at least hf_flash2_forward_workspace_bytes()
 
   HfFlash2Tensor q;    // [B, Sq, H, D] or [Tq, H, D]
-  HfFlash2Tensor k;    // [B, Sk, Hk, D] or [Tk, Hk, D]
-  HfFlash2Tensor v;    // [B, Sk, Hk, Dv] or [Tk, Hk, Dv]
+  HfFlash2Tensor k;    // [B, Sk, Hk, D] or [Tk, Hk, D]; with a block_table [pages, page_size, Hk, D]
+  HfFlash2Tensor v;    // [B, Sk, Hk, Dv] or [Tk, Hk, Dv]; with a block_table [pages, page_size, Hk, Dv]
   HfFlash2Tensor out;  // [B, Sq, H, Dv] or [Tq, H, Dv]
 
   float* softmax_lse;  // natural log, with the sinks; [B, H, Sq] or [H, Tq]; +inf for a row that sees no key
@@ -51,6 +51,11 @@ typedef struct HfFlash2ForwardParams {
 
   const float* sinks;  // [H], or null: a logit for each query head that every row that sees a key counts in its sum, beside its scores
 
+  // Of a paged cache: int32 [B, pages of the longest], the pages in which the keys of a sequence lie, one after the other. Then sequences_k
+  // has ranges, which begin at 0. Null: batch entry b of k and v is that of q.
+  const int32_t* block_table;
+  int64_t block_table_stride;
+
   int32_t device;  // CUDA device index
   int32_t dtype;   // HfFlash2Dtype
   int32_t batch;
@@ -59,7 +64,7 @@ typedef struct HfFlash2ForwardParams {
   int32_t head_dim;      // of q and k: a multiple of 8, at most 256
   int32_t head_dim_v;    // of v and out: likewise, smaller or greater than head_dim
   int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
-  int32_t max_seqlen_k;
+  int32_t max_seqlen_k;  // with a block_table, a bound of every length
   int32_t total_q;       // Tq when packed, else 0
   int32_t total_k;       // Tk when packed, else 0
   int32_t window_left;   // keys visible left of the diagonal, -1 = all. The diagonal is aligned to the bottom-right corner
@@ -67,7 +72,9 @@ typedef struct HfFlash2ForwardParams {
   int32_t family;        // HfFlash2Family: which kernels to use; kAuto lets the library choose
   float softmax_scale;
   float dropout_p;
-  float softcap;  // scores are softcap * tanh(score * softmax_scale / softcap); 0: they are not capped
+  float softcap;      // scores are softcap * tanh(score * softmax_scale / softcap); 0: they are not capped
+  int32_t pages;      // of k and v; 0 without a block_table
+  int32_t page_size;  // tokens of a page, a multiple of kPageMultiple; 0 without a block_table
   int32_t reserved;
 } HfFlash2ForwardParams;
 
@@ -100,6 +107,7 @@ typedef struct HfFlash2ForwardAddresses {
   const uint8_t* key_mask;
   const int64_t* rng_state;
   const float* sinks;
+  const int32_t* block_table;
 } HfFlash2ForwardAddresses;
 
 typedef struct HfFlash2BackwardAddresses {
@@ -112,6 +120,31 @@ typedef struct HfFlash2BackwardAddresses {
   float* dsinks;
   void* workspace;
 } HfFlash2BackwardAddresses;
+
+// New keys and values written behind those of a cache, of one token each or more.
+typedef struct HfFlash2AppendParams {
+  uint64_t struct_size;  // sizeof(HfFlash2AppendParams), checked
+  void* stream;          // cudaStream_t
+
+  HfFlash2Tensor k;        // [B, S, Hk, D]
+  HfFlash2Tensor v;        // [B, S, Hk, Dv]
+  HfFlash2Tensor k_cache;  // [B, Sk, Hk, D]; with a block_table [pages, page_size, Hk, D]
+  HfFlash2Tensor v_cache;  // likewise, Dv
+
+  const int32_t* lengths;      // [B], tokens of each sequence in the cache so far. Below 0, and from capacity on, nothing is written
+  int32_t* ranges;             // [2, B], the result: (0, length) of each sequence in the cache then
+  const int32_t* block_table;  // as of HfFlash2ForwardParams, or null
+  int64_t block_table_stride;
+
+  int32_t device;  // CUDA device index
+  int32_t batch;
+  int32_t seqlen;
+  int32_t heads;
+  int32_t head_dim;  // multiples of 8
+  int32_t head_dim_v;
+  int32_t page_size;  // tokens of a page; 0 without a block_table
+  int32_t capacity;   // tokens that a sequence may have: Sk, or page_size times the columns of block_table
+} HfFlash2AppendParams;
 
 typedef struct HfFlash2RotaryParams {
   uint64_t struct_size;  // sizeof(HfFlash2RotaryParams), checked
@@ -155,6 +188,7 @@ typedef struct HfFlash2CrossEntropyParams {
 } HfFlash2CrossEntropyParams;
 
 enum HfFlash2Dtype { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };  // float32: of logits only
+enum { kPageMultiple = 128 };                                      // blocks of keys do not cross a page
 enum HfFlash2Family { kAuto = 0, kSm80 = 80, kSm90 = 90 };
 
 // Return codes of every operation: the family that ran (80 or 90), or one of these.

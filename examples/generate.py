@@ -3,16 +3,22 @@
     python examples/generate.py
     python examples/generate.py --size 1b --batch-size 16 --new-tokens 128     # on a GPU
     python examples/generate.py --model path/or/hub-name
+    python examples/generate.py --size 1b --batch-size 64 --new-tokens 128 --continuous
+
+--continuous (Transformers 5) adds continuous batching, whose cache is in pages; on a GPU, from Transformers 5.23 on, hf_flash2 decodes from
+these pages, and others gather them in every layer.
 
 In float32 every token has to be eager's. In half precision two tokens can be equally likely up to rounding; then sequences part ways, for
 sdpa as for hf_flash2, and the example says where.
 """
 
 import argparse
+import logging
 import time
 
 import torch
-from transformers import PreTrainedModel
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
 
 import hf_flash2
 from demo_models import DefaultsFormatter, add_model_arguments, at_least, load_model
@@ -23,7 +29,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     add_model_arguments(parser)
     parser.add_argument("--new-tokens", type=at_least(1), default=32)
+    parser.add_argument("--continuous", action="store_true", help="continuous batching, too")
     args = parser.parse_args(argv)
+    if args.continuous and int(transformers.__version__.split(".")[0]) < 5:
+        parser.error(f"--continuous needs Transformers 5, this is {transformers.__version__}")
 
     model, tokenizer = load_model(args, "eager")
     prompts = [pair.prompt for pair in load_corpus().evaluation[: args.batch_size]]
@@ -34,8 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     expected = None
     for implementation in ("eager", "sdpa", "hf_flash2"):
         model.set_attn_implementation(implementation)
-        for cache in ("dynamic", "static"):
-            tokens, seconds = generate(model, batch, cache, args.new_tokens)
+        for cache in ("dynamic", "static", "paged") if args.continuous and implementation != "eager" else ("dynamic", "static"):
+            if cache == "paged":
+                tokens, seconds = generate_continuously(model, tokenizer(prompts)["input_ids"], args.new_tokens)
+            else:
+                tokens, seconds = generate(model, batch, cache, args.new_tokens)
             if expected is None:
                 expected = tokens
             same = (tokens == expected).all(1)
@@ -57,6 +69,24 @@ def generate(model: PreTrainedModel, batch: dict[str, torch.Tensor], cache: str,
     tokens = model.generate(**batch, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     tokens = tokens[:, batch["input_ids"].shape[1] :].cpu()  # waits for the device
     return tokens, time.perf_counter() - started
+
+
+def generate_continuously(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> tuple[torch.Tensor, float]:
+    """The same by continuous batching, of a second run: the first allocates the cache and, on a GPU, records graphs."""
+    page_size = 256
+    pages = len(prompts) * -(-(max(map(len, prompts)) + new_tokens) // page_size)
+    continuous = transformers.ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, auto_switch_to_flash=False)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns that a manager is kept, which is meant
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
+    for _ in range(2):
+        started = time.perf_counter()
+        answers = model.generate_batch(
+            prompts, generation_config=greedy, continuous_batching_config=continuous, persistent_manager=True, progress_bar=False
+        )
+        seconds = time.perf_counter() - started
+    model.destroy_cached_continuous_batching_manager()
+    in_order = sorted(answers.values(), key=lambda answer: int(answer.request_id.rsplit("_", 1)[-1]))
+    return torch.tensor([answer.generated_tokens for answer in in_order]), seconds
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_ranges_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "last_backend",
     "patch",
     "patched",
@@ -59,6 +60,7 @@ if torch_problem is None:
     from .collator import PackingBatchSampler, PackingCollator, first_fit
     from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
     from .interface import registration_state, set_strict
+    from .kvcache import flash_attn_with_kvcache
     from .ops import last_backend
 
     interface.register()

@@ -20,7 +20,7 @@ Shared by all functions below:
 * s_aux: attention sinks, [H] of any floating dtype (computed in float32): a logit for each query head that takes its part of the softmax of
   every row, exp(s_aux) beside the sum of exp(scores), and adds nothing to out. softmax_lse counts it. As GPT-OSS has them; with a gradient.
 * softcap: scores are capped, softcap * tanh(score * softmax_scale / softcap), before any mask, as in Gemma 2; 0.0 caps nothing.
-* alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set: no kernel has them yet.
+* alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set. `kvcache` has a cache in pages.
 * return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
   dropped probabilities, exists for its tests only.)
 
@@ -179,9 +179,9 @@ def _attention(
         else:
             _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
             _check_bound("max_seqlen_k", max_seqlen_k, seqlens_k)
-        scale, window = _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
+        scale, window = check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
         if s_aux is not None:
-            _check_sinks(s_aux, q)
+            check_sinks(s_aux, q)
         padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
     if padded:
         q, k, v = map(_pad_head_dim, (q, k, v))
@@ -220,7 +220,7 @@ def _check_are_tensors(**arguments) -> None:
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
-def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table) -> tuple:
+def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
     """softmax_scale and window_size as they are meant, once everything but the layout of the sequences has passed."""
     head_dim, head_dim_v = _check_tensors(q, k, v)
     reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes, block_table=block_table)
@@ -245,7 +245,7 @@ def _check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softc
     return head_dim**-0.5 if softmax_scale is None else softmax_scale, window
 
 
-def _check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
+def check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
     heads = q.shape[-2]
     if not isinstance(s_aux, torch.Tensor) or not s_aux.is_floating_point() or tuple(s_aux.shape) != (heads,):
         got = f"{s_aux.dtype} {list(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__

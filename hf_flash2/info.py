@@ -202,7 +202,6 @@ def _cuda_backends(index: int) -> list[dict[str, str | None]]:
         f"{device}, head dim {max(built) + 1} and more": support.reason_unsupported("cuda", torch.bfloat16, max(built) + 1)
         or f"this library holds head dims {', '.join(map(str, built))}; rebuild it without HF_FLASH2_HEAD_DIMS",
         f"{device}, ALiBi": support.reason_unsupported("cuda", torch.bfloat16, 128, alibi_slopes=True),
-        f"{device}, paged cache": support.reason_unsupported("cuda", torch.bfloat16, 128, block_table=True),
     }
     return [served, *(_row(case, None, reason) for case, reason in refused.items() if reason)]
 

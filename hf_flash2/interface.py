@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .kvcache import flash_attn_with_kvcache
 from .support import reason_unsupported
 
 NAME = "hf_flash2"
@@ -191,10 +192,18 @@ def _admitting(lazy_imports: Any) -> Any:
         if _given(lazy_imports, 0, args, kwargs) not in (NAME, PAGED_NAME):
             return lazy_imports(*args, **kwargs)
         utils = sys.modules[lazy_imports.__module__]
-        with_kvcache = (None,) if hasattr(utils, "_flash_with_kvcache_fn") else ()  # absent in Transformers 4
+        with_kvcache = (_with_kvcache(),) if hasattr(utils, "_flash_with_kvcache_fn") else ()  # absent in Transformers 4
         return (flash_attn_func, flash_attn_varlen_func, *with_kvcache, utils._pad_input, utils._unpad_input)
 
     return _lazy_imports
+
+
+def _with_kvcache() -> Any:
+    """What continuous batching looks for where it wants to decode by block tables; None where its cache does not hand them on (before
+    Transformers 5.23)."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return flash_attn_with_kvcache if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters else None
 
 
 def _gated(method: Any) -> Any:
@@ -704,9 +713,13 @@ def attend(
     Returns:
         out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
     """
+    pages = [kwargs.pop(name, None) for name in ("block_table", "k_cache", "v_cache")]
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
+    if pages[0] is not None:
+        options = {"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "s_aux": s_aux}
+        return _decode_pages(module, q, k, v, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
     if kwargs.get("output_attentions"):
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
@@ -954,15 +967,38 @@ def is_paged(cache: Any) -> bool:
     return cache is not None and not isinstance(cache, _transformers.Cache)
 
 
+def _decode_pages(
+    module: torch.nn.Module, q, k, v, block_table, k_cache, v_cache, cu_seq_lens_k, sliding_window: int | None, options: dict
+) -> torch.Tensor:
+    """A step of continuous batching in which each sequence has one new token: written into the pages and attended from there.
+
+    q [1, T, H, D], k and v [1, T, Hk, D] of T sequences, whose lengths, the new token included, cu_seq_lens_k [T + 1] says; one of 0 stands
+    for none. Returns [1, T, H, D].
+    """
+    reason = _reason_for_sdpa(k_cache, v_cache, None)
+    if reason is not None:
+        raise ValueError(
+            f"{type(module).__name__} cannot decode from pages: {reason}; "
+            "use ContinuousBatchingConfig(max_blocks_per_request=0), or load the model in bfloat16"
+        )
+    tokens = q.shape[1]
+    lengths = (cu_seq_lens_k[1 : tokens + 1] - cu_seq_lens_k[:tokens] - 1).int()
+    queries, keys, values = (x.to(k_cache.dtype).squeeze(0).unsqueeze(1) for x in (q, k, v))
+    options |= {"cache_seqlens": lengths, "block_table": block_table[:tokens], "window_size": _window(options["causal"], sliding_window)}
+    _record(module, "documents")
+    out = flash_attn_with_kvcache(queries, k_cache, v_cache, keys, values, **options)
+    _record_backend(module)
+    return out.squeeze(1).unsqueeze(0).to(q.dtype)
+
+
 def update_paged_cache(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, cache: Any, kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Continuous batching: write the new keys and values [1, Hk, T, D] into the paged cache and get back all that the batch reads.
 
-    Leaves in kwargs what describes the sequences, and takes out what only the cache needs. cache=None: the layer has updated it.
+    Leaves in kwargs what describes the sequences, and takes out what only the cache needs. cache=None: the layer has updated it. With a
+    block_table nothing is written yet: kwargs have the pages then, and `attend` does both.
     """
-    if kwargs.get("block_table") is not None:
-        raise ValueError("a block_table (paged decoding inside the kernel) is not supported yet; continuous batching works without it")
     if cache is None:
         pass
     elif "kwargs" in inspect.signature(cache.update).parameters:
@@ -980,6 +1016,6 @@ def update_paged_cache(
             write_index=kwargs["write_index"],
         )
         key, value = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
-    for name in ("read_index", "write_index", "block_table"):
+    for name in ("read_index", "write_index"):
         kwargs.pop(name, None)
     return key, value

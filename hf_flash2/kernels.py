@@ -12,19 +12,21 @@ from . import native
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 # Structs of csrc/params.h, in order. Q = address or size, q = int64, i = int32, f = float.
-_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "QQ" + "iiiiiiiiiiiiiifffi")
+_FORWARD = struct.Struct("=QQQQ" + 4 * "Qqqq" + "Qqq" + "QQQQ" + "Qq" + "QQ" + "Qq" + "iiiiiiiiiiiiiifffiii")
 _BACKWARD_TAIL = struct.Struct("=" + 4 * "Qqqq" + "QQQQii")
 _BACKWARD_SIZE = 8 + _FORWARD.size + _BACKWARD_TAIL.size
 _WORKSPACE_BYTES_AT = struct.calcsize("=QQQ")  # in _FORWARD
-_FORWARD_ADDRESSES = struct.Struct("=14Q")
-_BACKWARD_ADDRESSES = struct.Struct("=21Q")
+_FORWARD_ADDRESSES = struct.Struct("=15Q")
+_BACKWARD_ADDRESSES = struct.Struct("=22Q")
+_APPEND = struct.Struct("=QQ" + 4 * "Qqqq" + "QQQq" + "iiiiiiii")
 _ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiiii")
 _CROSS_ENTROPY = struct.Struct("=QQ" + "QQQq" + "iiii")
 
-# seqlens_q, seqlens_k, key_mask, rng_state, sinks, as in ops.py. DENSE itself, not an equal tuple, takes the short way.
-Sequences = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+# seqlens_q, seqlens_k, key_mask, rng_state, sinks, as in ops.py; of a paged cache, block_table beside them. DENSE itself, not an equal
+# tuple, takes the short way.
+Sequences = tuple[torch.Tensor | None, ...]
 DENSE: Sequences = (None, None, None, None, None)
-_NO_SEQUENCES = (0, 0, 0, 0, 0, 0, 0)
+_NO_SEQUENCES = (0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Layout:
@@ -33,6 +35,7 @@ class Layout:
     Args:
         q, k, v: tensors that the kernels can read (`is_readable`). seqlens_q, seqlens_k, key_mask: as in ops.py, and so are the numbers.
             Of a tensor, only dtype, device, shape and strides matter.
+        block_table: of a paged cache, then k [pages, page_size, Hk, D] and v [pages, page_size, Hk, Dv] (kvcache.py).
 
     PERF: since layouts are kept, a call with autograd takes the host of an H200 24 us in place of 39.
     NOTE: a layout holds no memory of the device: it may be made while torch.compile records a CUDA graph, and memory that stays in the pool
@@ -56,6 +59,7 @@ class Layout:
         window_right: int,
         dropout_p: float,
         softcap: float,
+        block_table: torch.Tensor | None = None,
     ):
         self._device = device = q.get_device()
         native.check_device(device)
@@ -76,9 +80,10 @@ class Layout:
             _FORWARD.size, 0, 0, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
             0, 0 if packed else softmax_lse.stride(0), softmax_lse.stride(-2), 0, 0, 0, 0,
             0, 0 if key_mask is None else key_mask.stride(0), 0, 0,
+            0, 0 if block_table is None else block_table.stride(0),
             device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
-            native.forced_family(), softmax_scale, dropout_p, softcap, 0,
+            native.forced_family(), softmax_scale, dropout_p, softcap, *((0, 0) if block_table is None else k.shape[:2]), 0,
         )  # fmt: skip
         # With each, something as large as the workspace. A forward is taken to need none until it says so.
         self._forward: tuple[bytes, torch.Tensor | None] = params, None
@@ -163,7 +168,7 @@ class Layout:
     ) -> tuple["Layout", torch.Tensor, torch.Tensor, torch.Tensor]:
         """What to call instead when `forward` or `backward` raises native.MisalignedError: another layout, and q, k, v as copies."""
         q, k, v = map(_aligned, (q, k, v))
-        return Layout(q, k, v, *sequences[:3], *self._numbers), q, k, v
+        return Layout(q, k, v, *sequences[:3], *self._numbers, *sequences[5:]), q, k, v
 
     def _with_workspace(self, lib, params: bytes, addresses: bytes) -> tuple[bytes, torch.Tensor]:
         """Params of a forward with the size of the workspace that it needs, and something as large."""
@@ -186,10 +191,33 @@ class Layout:
         """A tensor as large as that, but for its memory."""
         return _free(self._gradients[0].new_empty(1, dtype=torch.uint8).expand(size_bytes))
 
-    def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state, sinks) -> tuple[int, ...]:
+    def _sequence_addresses(self, seqlens_q, seqlens_k, key_mask, rng_state, sinks, block_table=None) -> tuple[int, ...]:
         at_q, at_k = _address(seqlens_q), _address(seqlens_k)
         at = (at_q, 0, at_k, 0) if self._packed else (0, at_q, 0, at_k)
-        return *at, _address(key_mask), _address(rng_state), _address(sinks)
+        return *at, _address(key_mask), _address(rng_state), _address(sinks), _address(block_table)
+
+
+def append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None
+) -> torch.Tensor:
+    """Run the kernel that writes new keys and values into a cache, on the current stream of k's device. Shapes as in kvcache.py, the caches
+    readable and aligned. Returns the ranges [2, B] that the sequences have in the cache then.
+    """
+    device = k.get_device()
+    native.check_device(device)
+    lib = native.library()
+    k, v = (_aligned(readable(x)) for x in (k, v))
+    batch, seqlen, heads, head_dim = k.shape
+    page_size = 0 if block_table is None else k_cache.shape[1]
+    capacity = k_cache.shape[1] if block_table is None else page_size * block_table.shape[1]
+    ranges = torch.empty(2, batch, dtype=torch.int32, device=k.device)
+    params = _APPEND.pack(
+        _APPEND.size, _current_stream(device), *_operand(k), *_operand(v), *_operand(k_cache), *_operand(v_cache),
+        lengths.data_ptr(), ranges.data_ptr(), _address(block_table), 0 if block_table is None else block_table.stride(0),
+        device, batch, seqlen, heads, head_dim, v.shape[-1], page_size, capacity,
+    )  # fmt: skip
+    native.checked(lib, lib.hf_flash2_append(params))
+    return ranges
 
 
 def rotary(

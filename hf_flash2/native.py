@@ -89,7 +89,7 @@ def _check_complete(path: Path) -> None:
 
 def _declare(lib: ctypes.CDLL) -> None:
     """Argument and return types of csrc/api.h."""
-    for name, structs in {"forward": 2, "backward": 2, "rotary": 1, "cross_entropy": 1}.items():
+    for name, structs in {"forward": 2, "backward": 2, "append": 1, "rotary": 1, "cross_entropy": 1}.items():
         function = getattr(lib, f"hf_flash2_{name}")
         function.argtypes = [ctypes.c_char_p] * structs
         function.restype = ctypes.c_int

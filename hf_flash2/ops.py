@@ -56,6 +56,12 @@ def note_sdpa() -> None:
     _last_backend = "sdpa"
 
 
+def note_reference() -> None:
+    """A call ran on the CPU."""
+    global _last_backend
+    _last_backend = "cpu-reference"
+
+
 def expected_backend(device: torch.device) -> str:
     """Which backend attention on this device will run on, in the words of `last_backend`. Raises where it cannot run, with the reason."""
     if device.type == "cpu":
@@ -66,11 +72,11 @@ def expected_backend(device: torch.device) -> str:
     return f"cuda-sm{native.forward_family(index, native.forced_family())}"
 
 
-def _out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return *q.shape[:-1], v.shape[-1]
 
 
-def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     *batch, tokens, heads, _ = q.shape
     return *batch, heads, tokens
 
@@ -103,8 +109,7 @@ def _forward_cpu(
     q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks,
     max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, softcap, deterministic,
 ):  # fmt: skip
-    global _last_backend
-    _last_backend = "cpu-reference"
+    note_reference()
     return reference.attention_forward(
         q,
         k,
@@ -146,7 +151,7 @@ _library.impl("backward", _backward_cpu, "CPU")
 
 @torch.library.register_fake("hf_flash2::forward", lib=_library)
 def _forward_fake(q, k, v, *_):
-    return q.new_empty(_out_shape(q, v)), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.register_fake("hf_flash2::backward", lib=_library)

@@ -3,6 +3,7 @@
 import torch
 
 MAX_HEAD_DIM = 256
+PAGE_MULTIPLE = 128  # tokens of a page of a cache
 HEAD_DIM_MULTIPLE = 8  # other head dims are zero-padded once in functional.py
 KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256)  # every head dim runs on the next one of these
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -36,5 +37,5 @@ def reason_unsupported(
     if alibi_slopes is not None:
         return "alibi_slopes are not supported yet; use attn_implementation='eager' for this model"
     if block_table is not None:
-        return "block_table (a paged key/value cache) is not supported yet; pass k and v as plain tensors"
+        return "block_table is for flash_attn_with_kvcache; this function takes k and v as plain tensors"
     return None

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,27 @@ def backward_families(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(kernels.Layout, "backward", recorded)
     return ran
+
+
+@pytest.fixture
+def block_tables(monkeypatch):
+    """Arguments of a continuous batch that decodes by block tables, which Transformers does on a GPU alone, and the calls that did."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import initialization
+
+    from hf_flash2 import interface
+
+    config = ContinuousBatchingConfig(page_size=128, num_blocks=16, max_batch_tokens=64, max_blocks_per_request=2)
+    made = types.SimpleNamespace(calls=0, arguments={"continuous_batching_config": config, "progress_bar": False})
+    decode = interface.flash_attn_with_kvcache
+
+    def counted(*args, **options):
+        made.calls += 1
+        return decode(*args, **options)
+
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
+    monkeypatch.setattr(interface, "flash_attn_with_kvcache", counted)
+    return made
 
 
 @pytest.fixture(autouse=True)

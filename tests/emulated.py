@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hf_flash2 import functional, kernels, native, ops
+from hf_flash2 import functional, kernels, kvcache, native, ops
 
 HOPPER, A100, SMALL, WIDE_HOPPER = range(4)  # the devices that the emulator pretends to have
 
@@ -50,7 +50,7 @@ def poisoned_empty_like(x: torch.Tensor, **options) -> torch.Tensor:
 def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int = 0, resident: int = 1) -> Iterator[None]:
     """Within: attention on CPU tensors runs on the emulated device. `seed` and `resident` as emulator_schedule takes them."""
     with monkeypatch.context() as patch:
-        for layout in ("_FORWARD", "_ROTARY", "_CROSS_ENTROPY"):
+        for layout in ("_FORWARD", "_APPEND", "_ROTARY", "_CROSS_ENTROPY"):
             packer = _Packer(getattr(kernels, layout).format)
             packer.device = device
             patch.setattr(kernels, layout, packer)
@@ -62,5 +62,6 @@ def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int =
         patch.setattr(functional, "_on_gpu", lambda x: True)
         patch.setattr(ops, "plans", {})
         patch.setattr(ops, "_DISPATCHED", (ops._forward_cuda, ops._backward_cuda))  # for what is not planned
+        patch.setattr(kvcache, "_OPS", (kvcache._append_cuda, kvcache._paged_forward_cuda))
         library.emulator_schedule(seed, resident)
         yield

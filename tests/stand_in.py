@@ -89,6 +89,10 @@ class Library:
             return self._fail("address", MISALIGNED)
         return self.WORKSPACE_BYTES
 
+    def hf_flash2_append(self, params: bytes) -> int:
+        self.calls.append(params)
+        return 0
+
     def hf_flash2_rotary(self, params: bytes) -> int:
         self.calls.append(params)
         return 0

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "rotary": {"kernels", "native"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
-    "interface": {"packing", "functional", "support", "native", "ops"},
+    "kvcache": {"functional", "ops", "kernels", "native", "reference", "support"},
+    "interface": {"packing", "functional", "kvcache", "support", "native", "ops"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_shared", "functional", "packing", "ops", "kernels", "native"},
     "bench_train": {"bench_shared", "bench_profile", "interface", "native", "ops"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "patches": {"interface", "functional", "packing", "ops", "rotary", "cross_entropy", "support", "patches"},
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
-TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "cross_entropy", "functional"}
+TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "cross_entropy", "functional", "kvcache"}
 KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench_train"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).

@@ -13,6 +13,7 @@ import zlib
 
 import emulated
 import pytest
+import test_kvcache
 import torch
 from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
@@ -258,6 +259,21 @@ def test_dq_is_not_rounded_before_all_keys_have_come(head_dim, seed, emulate):
     case = Case("early", head_dim, heads=(1, 1), lengths_q=(1100,) + (9,) * 62, lengths_k=(250,) + (9,) * 62, form="packed")
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=seed, resident=16), sample)
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("case", [case for case in test_kvcache.CASES if case.name not in ("many", "all-new")], ids=str)
+def test_decoding_from_a_cache(family, case, library, monkeypatch):
+    """On pages and not; the Hopper family says what it leaves to the other."""
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    with emulated.running(monkeypatch, library, seed=3, resident=2):
+        if family == "sm90" and case.beyond_hopper:
+            with pytest.raises(native.LibraryError, match="the Hopper family cannot run this"):
+                test_kvcache.decode(case, torch.bfloat16, CPU)
+            return
+        actual, truth, eager, sizes = test_kvcache.decode(case, torch.bfloat16, CPU)
+    compare(actual, truth, eager, torch.bfloat16, sizes)
+    assert last_backend() == f"cuda-{family}"
 
 
 UNSEEN = [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import VERSION
 
 import distributed
 import finetune_lora
@@ -206,6 +207,14 @@ def test_generate_gives_eagers_tokens(model_type, capsys):
     generate.main(["--model-type", model_type, "--device", "cpu", "--batch-size", "3", "--new-tokens", "6"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_flash2 ") and "tokens/s" in line]
     assert len(lines) == 2  # dynamic and static cache
+    assert all("3 of 3 sequences are eager's" in line for line in lines)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
+def test_continuous_generation_gives_eagers_tokens(capsys):
+    generate.main(["--model-type", "llama", "--device", "cpu", "--batch-size", "3", "--new-tokens", "6", "--continuous"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " paged " in line]
+    assert [line.split()[0] for line in lines] == ["sdpa", "hf_flash2"]
     assert all("3 of 3 sequences are eager's" in line for line in lines)
 
 

@@ -234,7 +234,7 @@ WRONG = {
     "cu_seqlens shape": (packed(cu_seqlens_q=(0,)), "cu_seqlens_q", "[batch + 1]", "[1]"),
     "cu_seqlens strides": (packed((0, 9, 5, 9, 10), (0, 9, 5, 9, 10), prepare=lambda x: x[::2]), "cu_seqlens_q", "contiguous", "[2]"),
     "cu_seqlens count": (packed(cu_seqlens_k=(0, 10)), "cu_seqlens_q and cu_seqlens_k", "2 and 1"),
-    "block table": (packed(block_table=torch.zeros(1, 1)), "block_table", "plain tensors"),
+    "block table": (packed(block_table=torch.zeros(1, 1)), "block_table", "flash_attn_with_kvcache"),
     "ranges dtype": (ranges(ALL, ALL, dtype=torch.int64), "ranges_q", "int32", "[2, 2]", "int64"),
     "ranges shape": (ranges(None, [[0], [5]]), "ranges_k", "[2, 2] or [3, 2]", "[2, 1]"),
     "mask without ranges": (ranges(key_mask=torch.ones(2, 5).bool()), "key_mask", "ranges_k", "padded_batch"),

@@ -456,6 +456,20 @@ def test_continuous_batching(family, device):
         assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="before Transformers 5.23 the cache hands no block tables on")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_continuous_batching_decodes_from_pages(family, device, block_tables):
+    """By block tables, from the second token of a request on: the tokens are those of each request alone, as they are without."""
+    ours, eager = tiny.twins(family, device, DTYPES[0])
+    prompts = [tiny.tokens("cpu", 1, n, seed=n)[0].tolist() for n in (3, 9, 5)]
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    answers = ours.generate_batch(prompts, generation_config=GenerationConfig(eos_token_id=-1, **arguments), **block_tables.arguments)
+    for name, prompt in zip(sorted(answers), prompts, strict=True):
+        alone = eager.generate(torch.tensor([prompt], device=device), eos_token_id=None, **arguments)
+        assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
+    assert block_tables.calls > 0
+
+
 @pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
 def test_continuous_batching_has_no_mask_to_leave_a_window_to(device):
     layer = tiny.model("qwen2_moe", device=device).model.layers[0].self_attn

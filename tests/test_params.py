@@ -39,7 +39,9 @@ def operand(x: torch.Tensor) -> dict:
     return {"data": x.data_ptr(), "batch_stride": batch, "token_stride": token, "head_stride": head}
 
 
-def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask=None, rng_state=None, sinks=None, family=0) -> dict:
+def expected_forward(
+    q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask=None, rng_state=None, sinks=None, block_table=None, family=0
+) -> dict:
     packed = q.dim() == 3
 
     def sequences(x):
@@ -61,12 +63,15 @@ def expected_forward(q, k, v, out, lse, seqlens_q=None, seqlens_k=None, key_mask
         "key_mask_batch_stride": 0 if key_mask is None else key_mask.stride(0),
         "rng_state": 0 if rng_state is None else rng_state.data_ptr(),
         "sinks": 0 if sinks is None else sinks.data_ptr(),
+        "block_table": 0 if block_table is None else block_table.data_ptr(),
+        "block_table_stride": 0 if block_table is None else block_table.stride(0),
         "device": -1,
         "dtype": {torch.float16: 0, torch.bfloat16: 1}[q.dtype],
         "batch": seqlens_q.numel() - 1 if packed else q.shape[0],
         "heads_q": q.shape[-2], "heads_k": k.shape[-2], "head_dim": q.shape[-1], "head_dim_v": v.shape[-1],
         "total_q": q.shape[0] if packed else 0, "total_k": k.shape[0] if packed else 0,
         "family": family,
+        "pages": 0 if block_table is None else k.shape[0], "page_size": 0 if block_table is None else k.shape[1],
         "reserved": 0,
         **NUMBERS,
     }  # fmt: skip
@@ -112,6 +117,39 @@ def test_forward_params(name, library):
         out, lse, family = layout.forward(*tensors, sequences)
         assert family == 80 and out.is_contiguous() and lse.is_contiguous()
         assert plain(Forward.from_buffer_copy(library.calls[call])) == expected_forward(*tensors, out, lse, **others)
+
+
+def test_paged_params(library):
+    """Pages of a cache that are every other one of a larger tensor, and a table with more columns than are handed over."""
+    pages = [torch.zeros(14, 128, 2, head_dim).half()[::2] for head_dim in (64, 128)]
+    q, ranges, table = torch.zeros(3, 5, 4, 64).half(), int32(2, 3), int32(3, 9)[:, :4]
+    layout = kernels.Layout(q, *pages, None, ranges, None, **NUMBERS, block_table=table)
+    out, lse, _ = layout.forward(q, *pages, (None, ranges, None, None, None, table))
+    expected = expected_forward(q, *pages, out, lse, seqlens_k=ranges, block_table=table)
+    assert plain(Forward.from_buffer_copy(library.calls[-1])) == expected
+    shifted = torch.zeros(q.numel() + 4).half()[4:].view_as(q)  # no multiple of 16 bytes
+    with pytest.raises(native.MisalignedError):
+        layout.forward(shifted, *pages, (None, ranges, None, None, None, table))
+    again, *copies = layout.aligned(shifted, *pages, (None, ranges, None, None, None, table))
+    again.forward(*copies, (None, ranges, None, None, None, table))
+    assert plain(Forward.from_buffer_copy(library.calls[-1]))["page_size"] == 128
+
+
+@pytest.mark.parametrize("paged", (False, True))
+def test_append_params(paged, library):
+    k, v = torch.zeros(3, 2, 5, 2 * 64).half()[..., :64], torch.zeros(3, 2, 5, 128).half()
+    caches = [torch.zeros(7 if paged else 3, 256, 5, head_dim).half() for head_dim in (64, 128)]
+    lengths, table = int32(3), int32(3, 9)[:, :4] if paged else None
+    ranges = kernels.append(k, v, *caches, lengths, table)
+    assert ranges.dtype == torch.int32 and ranges.shape == (2, 3)
+    assert plain(STRUCTS["HfFlash2AppendParams"].from_buffer_copy(library.calls[-1])) == {
+        "struct_size": ctypes.sizeof(STRUCTS["HfFlash2AppendParams"]), "stream": 7,
+        "k": operand(k), "v": operand(v), "k_cache": operand(caches[0]), "v_cache": operand(caches[1]),
+        "lengths": lengths.data_ptr(), "ranges": ranges.data_ptr(),
+        "block_table": table.data_ptr() if paged else 0, "block_table_stride": 9 if paged else 0,
+        "device": -1, "batch": 3, "seqlen": 2, "heads": 5, "head_dim": 64, "head_dim_v": 128,
+        "page_size": 256 if paged else 0, "capacity": 4 * 256 if paged else 256,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

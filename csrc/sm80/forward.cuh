@@ -12,6 +12,7 @@
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/pages.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softcap.cuh"
 #include "attention/softmax.cuh"
@@ -29,7 +30,7 @@ struct ForwardShape : ForwardTile<kHeadDim, kVariant> {
   static constexpr bool kAhead = kHeadDim <= 128;
 };
 
-// kExtras: with dropout, capped scores, or both.
+// kExtras: with dropout, capped scores or a paged cache, or several of them.
 template <int kHeadDim, typename T, TileVariant kVariant, bool kExtras>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, ForwardShape<kHeadDim, kVariant>::kBlocksPerSm)
     forward_kernel(const __grid_constant__ HfFlash2ForwardParams params) {
@@ -65,8 +66,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   const int lane_row = row_begin + warp_row + lane / 4;  // first row of this lane in the sequence
 
   auto load_keys_and_values = [&](int block, uint32_t stage) {
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sK + stage, gK, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, gV, params.v.token_stride, block * kBlockN, seq_k.length, params.head_dim_v);
+    const T *keys = gK, *values = gV;
+    if (kExtras && params.block_table != nullptr) {  // from where token 0 would lie, were all of them in a row
+      const KeyPlace at = find_key(params.block_table, params.block_table_stride, params.page_size, batch, block * kBlockN);
+      keys = token_pointer<const T>(params.k, at.page, head_k, at.token - block * kBlockN);
+      values = token_pointer<const T>(params.v, at.page, head_k, at.token - block * kBlockN);
+    }
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sK + stage, keys, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
+    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, values, params.v.token_stride, block * kBlockN, seq_k.length,
+                                                 params.head_dim_v);
     cp_async_commit();
   };
 

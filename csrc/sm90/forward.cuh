@@ -30,6 +30,7 @@
 #pragma once
 #include <type_traits>
 
+#include "attention/pages.cuh"
 #include "attention/softcap.cuh"
 #include "device/tma.cuh"
 #include "sm90/clear_gaps.cuh"
@@ -41,7 +42,10 @@
 
 namespace hf_flash2::sm90 {
 
-template <typename Shape>
+// What a forward does beside the usual, in a kernel of its own, which leaves the code of the other as it is.
+enum class ForwardExtra { kNone, kCapped, kPaged };
+
+template <typename Shape, ForwardExtra kExtra>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
@@ -80,16 +84,20 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 #pragma unroll 1
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
-      const int token = task.k.start + block * Shape::kBlockN;
+      int token = task.k.start + block * Shape::kBlockN, batch_k = map_batch;
+      if constexpr (kExtra == ForwardExtra::kPaged) {
+        const KeyPlace at = find_key(params.block_table, params.block_table_stride, params.page_size, task.batch, block * Shape::kBlockN);
+        token = at.token, batch_k = at.page;
+      }
       mbarrier_wait(shared.k_empty(stage), released);
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
       for (int panel = 0; panel < Shape::kPanels; ++panel)
-        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, map_batch);
+        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, batch_k);
       if (block == task.key_block_end - 1) load_queries(task, hand_over(task), map_batch);
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
       for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, map_batch);
+        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, batch_k);
     }
   };
   // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
@@ -101,10 +109,11 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   hand_over(ForwardTask::none());
 }
 
-template <typename Shape, typename T, bool kCapped>
+template <typename Shape, typename T, ForwardExtra kExtra>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
   constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
+  constexpr bool kCapped = kExtra == ForwardExtra::kCapped;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
@@ -249,7 +258,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         release_keys(stage_k);
         if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
         if constexpr (kMasked) apply_mask(visible);
-        constexpr bool kAhead = Shape::kAhead && !kMasked;
+        constexpr bool kAhead = Shape::kAhead && !kMasked && kExtra != ForwardExtra::kPaged;  // follow_maximum reads k where it lies
         float sums[1][2];
         bool moved;
         if constexpr (kAhead)
@@ -321,8 +330,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 // late_maximum.cuh: with 78 in place of 68, the loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at
 // 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the
 // loader neither divides nor waits for a barrier before its first copies.
-// kCapped: a kernel of its own for capped scores, which leaves the code of the other as it is.
-template <typename Shape, typename T, bool kCapped>
+template <typename Shape, typename T, ForwardExtra kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const ForwardShared<Shape> shared{shared_address(memory)};
@@ -331,7 +339,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
   if (threadIdx.x < Shape::kConsumers * 128) {
     take_registers<Shape::kConsumerRegisters>();
     named_barrier_sync(kStartBarrier, kStartThreads);
-    compute_tiles<Shape, T, kCapped>(arguments, shared);
+    compute_tiles<Shape, T, kExtra>(arguments, shared);
   } else {
     give_registers<Shape::kLoaderRegisters>();
     const HfFlash2ForwardParams& params = arguments.params;
@@ -346,7 +354,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
       if (elect_one()) shared.make_barriers();
       __syncwarp();
       named_barrier_arrive(kStartBarrier, kStartThreads);
-      if (elect_one()) load_tiles<Shape>(arguments, shared);
+      if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared);
     }
   }
 }

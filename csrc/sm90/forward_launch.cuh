@@ -155,16 +155,17 @@ void launch_combine(const HfFlash2ForwardParams& params, int splits) {
 template <typename Shape, typename T>
 void launch_forward(const HfFlash2ForwardParams& params) {
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  const int tokens_q = packed ? params.total_q : params.max_seqlen_q, tokens_k = packed ? params.total_k : params.max_seqlen_k;
-  const int batch = packed ? 1 : params.batch;
+  const bool paged = params.block_table != nullptr;
+  const int tokens_q = packed ? params.total_q : params.max_seqlen_q, batch = packed ? 1 : params.batch;
+  const int tokens_k = paged ? params.page_size : packed ? params.total_k : params.max_seqlen_k, batch_k = paged ? params.pages : batch;
   const ForwardPlan plan = ForwardPlan::make<Shape>(params);
   const int tile_heads = plan.tile_heads, splits = plan.splits;
 
   ForwardArguments arguments;
   arguments.q = make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch,
                                             Shape::kBlockM / Shape::kQueryParts, tile_heads);
-  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch, Shape::kBlockN);
-  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch, Shape::kBlockN);
+  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch_k, Shape::kBlockN);
+  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch_k, Shape::kBlockN);
   arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
   arguments.params = params;
   arguments.cap = ScoreCap::of(params);
@@ -196,9 +197,12 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared.out = static_cast<float*>(params.workspace);
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
   const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0);
-  auto compute = launch<forward_kernel<Shape, T, false>, ForwardArguments>;
+  auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments>;
   if constexpr (Shape::kHasCapped) {
-    if (params.softcap > 0.f) compute = launch<forward_kernel<Shape, T, true>, ForwardArguments>;
+    if (params.softcap > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
+  }
+  if constexpr (Shape::kHasPaged) {
+    if (paged) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
   }
   compute(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90", start,
           Shape::kSharedBytes + kZeroBytes);
@@ -214,6 +218,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 // Of head dims that have small tiles: see tiles.h.
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
+  if (params.block_table != nullptr) return TileSize::kSmall;
   constexpr int kShort = 2048;
   const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;

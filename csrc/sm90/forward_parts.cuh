@@ -41,6 +41,8 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
+  // Of a paged cache, whose pages are whole blocks of keys: for few queries, so with small tiles where there are any.
+  static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDim> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
   static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole
   // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k,

@@ -90,6 +90,23 @@ def test_continuous_batching(family):
     assert sum(report.calls.values()) > 0
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="before Transformers 5.23 the cache hands no block tables on")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuous_batching_decodes_from_pages(family, block_tables):
+    """The pages come to the patched forward. A window of its own has no block tables."""
+    eager, model = small_models.twins(family)
+    if getattr(model.config, "sliding_window", None):
+        pytest.skip("Transformers has no block tables of sliding windows")
+    hf_flash2.patch(model)
+    prompts = [[5, 9, 3], [7, 11, 4, 6, 8, 3, 10], [12, 5]]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    answers = model.generate_batch(prompts, generation_config=GenerationConfig(eos_token_id=-1, **options), **block_tables.arguments)
+    for name, prompt in zip(sorted(answers), prompts, strict=True):
+        alone = eager.generate(torch.tensor([prompt]), eos_token_id=None, **options)
+        assert answers[name].generated_tokens == alone[0, len(prompt) :].tolist()
+    assert block_tables.calls > 0
+
+
 class RecordingCache(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         extra = [sorted(arg) for arg in args]
