@@ -48,6 +48,7 @@ from .bench_shared import (
     write_csv,
 )
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .kvcache import flash_attn_with_kvcache
 
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
 PRODUCTS_OF_MODE = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
@@ -58,6 +59,7 @@ MEASURED_MS = 300.0  # GPU time per provider and point; rounds follow from it
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
 # Zeroed before every timed call: more than any L2, and 0.25 ms on an H200, during which the host queues the call it is about to time.
 FLUSH_BYTES = 2**30
+PAGE_SIZE = 256  # tokens, as Transformers' continuous batching has it
 MOST_UPRIGHT_TICKS = 6  # that a panel of a figure has room for
 MULTIPROCESSORS, QUERY_ROWS = 132, 128  # of an H200; of a block
 
@@ -420,6 +422,23 @@ class Problem:
         return packing.padded_batch(self.real, self.point.seqlen, causal=self.point.causal)
 
     @cached_property
+    def pages(self) -> dict[str, torch.Tensor]:
+        """q, k and v of full rows as flash_attn_with_kvcache takes them, without gradients: in pages that lie in any order, the last
+        `queries` yet to be written."""
+        batch, seqlen, new = self.point.batch, self.point.seqlen, self.point.queries
+        columns = -(-seqlen // PAGE_SIZE)
+        table = torch.randperm(batch * columns, device=self.device).view(batch, columns)
+        q, *cached = (x.detach() for x in self.qkv)
+        lengths = torch.full((batch,), seqlen - new, dtype=torch.int32, device=self.device)
+        given = {"q": q, "cache_seqlens": lengths, "block_table": table.int()}
+        for name, x in zip("kv", cached, strict=True):
+            rows = F.pad(x, (0, 0, 0, 0, 0, columns * PAGE_SIZE - seqlen)).unflatten(1, (columns, PAGE_SIZE))
+            given[f"{name}_cache"] = torch.empty_like(rows.flatten(0, 1))
+            given[f"{name}_cache"][table] = rows
+            given[name] = x[:, seqlen - new :]
+        return given
+
+    @cached_property
     def visible(self) -> torch.Tensor:
         """bool [B or 1, 1, S or queries, S]: padding, causality and window as one mask, as SDPA is given it."""
         seqlen, left = self.point.seqlen, self.point.window
@@ -486,6 +505,7 @@ def our_kernels(name: str, family: str, with_deterministic: bool, library: ctype
         Provider(f"{name} {family}", dense, ("dense", "window", "decode", "decode, mask"), family, library),
         Provider(f"{name} {family} padded", padded, ("ragged",), family, library),
         Provider(f"{name} {family} packed", packed, ("ragged",), family, library),
+        Provider(f"{name} {family} paged", paged, ("decode", "decode, mask"), family, library),
     ]
     if with_deterministic:
         prepare = partial(dense, deterministic=True)
@@ -530,6 +550,12 @@ def packed(problem: Problem) -> Work:
     cu_seqlens, longest, causal = problem.cu_seqlens, max(problem.point.lengths), problem.point.causal
     sequences = (cu_seqlens, cu_seqlens, longest, longest)
     return Work(lambda: flash_attn_varlen_func(*problem.packed_qkv, *sequences, causal=causal), problem.packed_qkv, problem.packed_dout)
+
+
+def paged(problem: Problem) -> Work:
+    """A step of continuous batching: the last tokens of each row are written into its pages, then attended with all before them."""
+    causal = problem.point.causal
+    return Work(lambda: flash_attn_with_kvcache(**problem.pages, causal=causal), problem.qkv, problem.dout)
 
 
 def sdpa(backend: SDPBackend, problem: Problem) -> Work:

@@ -204,12 +204,12 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
             with bench.forced(provider.family if device.type == "cuda" else None):
                 work = provider.prepare(problem)
                 out = work.attend()
-                found = torch.autograd.grad(out, work.inputs, work.dout)
+                found = () if provider.name.endswith(" paged") else torch.autograd.grad(out, work.inputs, work.dout)
         except RuntimeError as error:
             assert provider.family is None, error  # a rival may not be there
             continue
         packed = out.dim() == 3
-        for ours, exact in zip((out, *found), (truth, *gradients), strict=True):
+        for ours, exact in zip((out, *found), (truth, *gradients)[: 1 + len(found)], strict=True):
             real = problem.real[:, -exact.shape[1] :]
             torch.testing.assert_close(ours.float() if packed else ours.float()[real], exact[real], atol=0.05, rtol=0.05)
         compared.append(provider.name)
@@ -223,6 +223,7 @@ def test_rivals_and_baselines_take_what_they_are_for():
     dense, ragged = {"dense", "full", "gqa", "mla"}, {"ragged", "ragged full"}
     assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "decode", "decode, mask"}
     assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
+    assert taken["hf_flash2 sm90 paged"] == {"decode", "decode, mask"}
     assert taken["hf_flash2 sm90 deterministic"] == dense | {"window"}
     assert not named["hf_flash2 sm90 deterministic"].takes(dataclasses.replace(SMALL["dense"], mode="fwd"))
     assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}
@@ -423,15 +424,18 @@ def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
     assert len(called) == 2 * (bench.WARM_UP_CALLS + 1 + bench.MIN_ROUNDS)
 
 
+KINDS = " padded", " packed", " paged"  # of ours, beside the one for dense batches
+
+
 def test_other_builds_stand_in_the_place_of_the_rivals(few_calls, monkeypatch):
     """Each is compared with the same kernels: padded with padded, though packed is faster."""
     monkeypatch.setattr(native, "forward_family", lambda index, asked: asked or 90)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
     found = bench.builds([("before", object())], with_deterministic=True)
-    kinds = ["sm90", "sm90 padded", "sm90 packed", "sm90 deterministic"]
+    kinds = ["sm90", "sm90 padded", "sm90 packed", "sm90 paged", "sm90 deterministic"]
     assert [provider.name for provider in found] == [f"{build} {kind}" for build in ("hf_flash2", "before") for kind in kinds]
-    assert [provider.library is None for provider in found] == [True] * 4 + [False] * 4
+    assert [provider.library is None for provider in found] == [True] * 5 + [False] * 5
     times = {"hf_flash2 sm90 padded": 2.0, "hf_flash2 sm90 packed": 1.0, "before sm90 padded": 3.0, "before sm90 packed": 1.1}
     rows = bench.rows_of(SMALL["ragged"], {name: [ms] * 3 for name, ms in times.items()})
     assert [row.percent_of_best_rival for row in rows] == [pytest.approx(150), pytest.approx(110), None, None]
@@ -450,10 +454,10 @@ def test_the_command_takes_other_builds(monkeypatch, capsys):
     monkeypatch.setattr(bench, "CudaClock", lambda device: None)
     monkeypatch.setattr(bench, "benchmark", lambda args, providers, device, clock: timed.append([x.name for x in providers]) or 0)
     assert bench.run(parser.parse_args(["--against", "builds/before.so"])) == 0
-    assert timed == [[f"{build} sm90{kind}" for build in ("hf_flash2", "before") for kind in ("", " padded", " packed")]]
+    assert timed == [[f"{build} sm90{kind}" for build in ("hf_flash2", "before") for kind in ("", *KINDS)]]
     monkeypatch.setenv("HF_FLASH2_FAMILY", "sm80")
     assert bench.run(parser.parse_args(["--against", "before.so", "--eager"])) == 0
-    assert [name for name in timed[1] if " padded" not in name and " packed" not in name] == ["hf_flash2 sm80", "before sm80", "eager"]
+    assert [name for name in timed[1] if not name.endswith(KINDS)] == ["hf_flash2 sm80", "before sm80", "eager"]
     assert bench.run(parser.parse_args(["--against", "a/before.so", "b/before.so"])) == 2
     assert "--against: 'before' would stand for a column" in capsys.readouterr().err
 
@@ -483,7 +487,7 @@ def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkey
     with (tmp_path / "b.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {line["shapes"] for line in lines} == set(bench.SHAPES)
-    ours = {"hf_flash2 reference", "hf_flash2 reference padded", "hf_flash2 reference packed"}
+    ours = {f"hf_flash2 reference{kind}" for kind in ("", *KINDS)}
     assert {line["provider"] for line in lines} >= ours | {"sdpa flash"}
     compared = {line["shapes"] for line in lines if line["percent_of_baseline"]}
     assert compared == {"gqa", "ragged", "window"}
@@ -672,6 +676,7 @@ def test_it_times_every_provider(tmp_path, capsys):
         "hf_flash2 sm80",
         "hf_flash2 sm80 padded",
         "hf_flash2 sm80 packed",
+        "hf_flash2 sm80 paged",
         "sdpa flash",
         "eager",
     }
