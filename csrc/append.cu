@@ -1,5 +1,7 @@
 // New keys and values into a cache, behind those that it has of each sequence, on pages or not: in one kernel, and where the lengths and the
 // block table are known, on the device. One block per token. Called by api.cpp.
+// PERF: it takes 3 to 5 us of a step. Tried and left: the Hopper forward launched early behind it: one H200, 32/8 heads of 128 and 64, 1 and 8
+// sequences of 1k 0 to 1 us faster, 8 of 8k 81 54 -> 84 58 us.
 #include "append.h"
 #include "attention/pages.cuh"
 #include "launch.h"
