@@ -637,7 +637,7 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
     """Of 2^17 sequences of one token, none of which is known to be shorter than all."""
     tokens = 1 << 17
     q, cu_seqlens = torch.zeros(tokens, 32, 8, dtype=torch.bfloat16), torch.arange(tokens + 1, dtype=torch.int32)
-    sequences = cu_seqlens.data_ptr(), 0, cu_seqlens.data_ptr(), 0, 0, 0, 0  # no mask, dropout, sinks
+    sequences = cu_seqlens.data_ptr(), 0, cu_seqlens.data_ptr(), 0, 0, 0, 0, 0  # no mask, dropout, sinks, pages
     message = r"blocks of max_seqlen must stay below 2\^31, got \d+; give a max_seqlen that is closer"
     with emulated.running(monkeypatch, library):
         layout = kernels.Layout(q, q, q, cu_seqlens, cu_seqlens, None, tokens, tokens, 1.0, -1, -1, 0.0, 0.0)

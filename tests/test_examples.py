@@ -211,6 +211,7 @@ def test_generate_gives_eagers_tokens(model_type, capsys):
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, continuous batching runs on it")
 def test_continuous_generation_gives_eagers_tokens(capsys):
     generate.main(["--model-type", "llama", "--device", "cpu", "--batch-size", "3", "--new-tokens", "6", "--continuous"])
     lines = [line for line in capsys.readouterr().out.splitlines() if " paged " in line]

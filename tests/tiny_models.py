@@ -177,10 +177,31 @@ def assert_same_greedy_tokens(ours: torch.nn.Module, eager: torch.nn.Module, **a
         return
     prompt = found.shape[1] - len(results[1].logits)
     for row in range(found.shape[0]):
-        differs = (found[row, prompt:] != expected[row, prompt:]).nonzero().flatten()
-        if differs.numel():
-            step = int(differs[0])
-            logits = results[1].logits[step][row].float()
-            gap = logits[expected[row, prompt + step]] - logits[found[row, prompt + step]]
-            tie = 8 * torch.finfo(eager.dtype).eps * logits.abs().max()
-            assert gap <= tie, f"row {row}, step {step}: another token, {gap:.3f} below eager's; a tie would be within {tie:.3f}"
+        _assert_tied_where_they_part(
+            found[row, prompt:], expected[row, prompt:], [step[row] for step in results[1].logits], eager.dtype, f"row {row}"
+        )
+
+
+def assert_greedy_answer(answer: list[int], eager: torch.nn.Module, prompt: list[int], **arguments) -> None:
+    """What a continuous batch answered to a prompt are the tokens that eager generates from it alone, likewise."""
+    ids = torch.tensor([prompt], device=eager.device)
+    result = eager.generate(ids, eos_token_id=None, return_dict_in_generate=True, output_logits=True, **arguments)
+    expected = result.sequences[0, len(prompt) :]
+    if eager.dtype == torch.float32:
+        assert answer == expected.tolist()
+    else:
+        found = torch.tensor(answer, device=expected.device)
+        _assert_tied_where_they_part(found, expected, [step[0] for step in result.logits], eager.dtype, f"prompt {prompt}")
+
+
+def _assert_tied_where_they_part(
+    found: torch.Tensor, expected: torch.Tensor, logits_of_steps: list[torch.Tensor], dtype: torch.dtype, name: str
+) -> None:
+    assert found.shape == expected.shape
+    differs = (found != expected).nonzero().flatten()
+    if differs.numel():
+        step = int(differs[0])
+        logits = logits_of_steps[step].float()
+        gap = logits[expected[step]] - logits[found[step]]
+        tie = 8 * torch.finfo(dtype).eps * logits.abs().max()
+        assert gap <= tie, f"{name}, step {step}: another token, {gap:.3f} below eager's; a tie would be within {tie:.3f}"

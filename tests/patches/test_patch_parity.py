@@ -90,6 +90,9 @@ def test_continuous_batching(family):
     assert sum(report.calls.values()) > 0
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, continuous batching runs on it, and these models are on the CPU"
+)
 @pytest.mark.skipif(VERSION < (5, 23), reason="before Transformers 5.23 the cache hands no block tables on")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuous_batching_decodes_from_pages(family, block_tables):
