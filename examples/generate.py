@@ -9,7 +9,7 @@
 these pages, and others gather them in every layer.
 
 In float32 every token has to be eager's. In half precision two tokens can be equally likely up to rounding; then sequences part ways, for
-sdpa as for hf_flash2, and the example says where.
+sdpa as for hf_flash2, so each new token is held against what eager attention makes of all that stands before it.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from transformers import GenerationConfig, PreTrainedModel
 import hf_flash2
 from demo_models import DefaultsFormatter, add_model_arguments, at_least, load_model
 from stdlib_data import load_corpus
+
+
+ENOUGH = 0.99  # of the tokens in half precision: over many layers rounding adds up, of sdpa as of hf_flash2
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,23 +43,19 @@ def main(argv: list[str] | None = None) -> None:
     lengths = batch["attention_mask"].sum(1).tolist()
     print(f"{args.batch_size} prompts of {min(lengths)} to {max(lengths)} tokens, padded on the left; {args.device}, {model.dtype}\n")
 
-    expected = None
+    half, expected = model.dtype != torch.float32, None
     for implementation in ("eager", "sdpa", "hf_flash2"):
-        model.set_attn_implementation(implementation)
         for cache in ("dynamic", "static", "paged") if args.continuous and implementation != "eager" else ("dynamic", "static"):
+            model.set_attn_implementation(implementation)
             if cache == "paged":
                 tokens, seconds = generate_continuously(model, tokenizer(prompts)["input_ids"], args.new_tokens)
             else:
                 tokens, seconds = generate(model, batch, cache, args.new_tokens)
-            if expected is None:
-                expected = tokens
-            same = (tokens == expected).all(1)
-            verdict = f"{int(same.sum())} of {len(same)} sequences are eager's"
-            if not same.all():
-                first = (tokens != expected).any(0).nonzero()[0].item()
-                verdict += f", first difference at new token {first + 1}"
+            expected = tokens if expected is None else expected
+            right = chosen_by_eager(model, batch, tokens) if half else tokens == expected
+            verdict = f"{int(right.sum()):,} of {right.numel():,} tokens are eager's{', up to rounding' * half}"
             print(f"{implementation:10} {cache:8} cache {tokens.numel() / seconds:9,.0f} tokens/s   {verdict}")
-            if implementation == "hf_flash2" and model.dtype == torch.float32 and not same.all():
+            if implementation == "hf_flash2" and right.float().mean() < (ENOUGH if half else 1):
                 raise SystemExit(f"hf_flash2 with a {cache} cache does not generate eager's tokens")
     kind = "First completion" if args.model else "First completion (random weights write noise)"
     print(f"\nhf_flash2 ran on {hf_flash2.last_backend()}. {kind}:\n{prompts[0]}{tokenizer.decode(tokens[0])}")
@@ -69,6 +68,20 @@ def generate(model: PreTrainedModel, batch: dict[str, torch.Tensor], cache: str,
     tokens = model.generate(**batch, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     tokens = tokens[:, batch["input_ids"].shape[1] :].cpu()  # waits for the device
     return tokens, time.perf_counter() - started
+
+
+@torch.no_grad()
+def chosen_by_eager(model: PreTrainedModel, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """bool [B, new_tokens]: whether no other token is more likely, by more than rounding, after the prompt and the new tokens before it."""
+    model.set_attn_implementation("eager")
+    right = []
+    for ids, mask, new in zip(batch["input_ids"], batch["attention_mask"], tokens, strict=True):
+        ids = torch.cat((ids[mask.bool()], new.to(ids.device)))
+        logits = model(ids[None, :-1], logits_to_keep=len(new)).logits[0].float()
+        chosen = logits.gather(-1, ids[-len(new) :, None]).squeeze(-1)
+        rounding = 8 * torch.finfo(model.dtype).eps * logits.abs().amax(-1)
+        right.append((logits.amax(-1) - chosen <= rounding).cpu())
+    return torch.stack(right)
 
 
 def generate_continuously(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> tuple[torch.Tensor, float]:

@@ -207,7 +207,7 @@ def test_generate_gives_eagers_tokens(model_type, capsys):
     generate.main(["--model-type", model_type, "--device", "cpu", "--batch-size", "3", "--new-tokens", "6"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_flash2 ") and "tokens/s" in line]
     assert len(lines) == 2  # dynamic and static cache
-    assert all("3 of 3 sequences are eager's" in line for line in lines)
+    assert all("18 of 18 tokens are eager's" in line for line in lines)
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="continuous batching accepts no other implementations before Transformers 5")
@@ -216,7 +216,18 @@ def test_continuous_generation_gives_eagers_tokens(capsys):
     generate.main(["--model-type", "llama", "--device", "cpu", "--batch-size", "3", "--new-tokens", "6", "--continuous"])
     lines = [line for line in capsys.readouterr().out.splitlines() if " paged " in line]
     assert [line.split()[0] for line in lines] == ["sdpa", "hf_flash2"]
-    assert all("3 of 3 sequences are eager's" in line for line in lines)
+    assert all("18 of 18 tokens are eager's" in line for line in lines)
+
+
+def test_generation_in_half_precision_is_held_against_eager(capsys, monkeypatch):
+    arguments = ["--model-type", "llama", "--device", "cpu", "--batch-size", "3", "--new-tokens", "6", "--dtype", "bfloat16"]
+    generate.main(arguments)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " cache " in line]
+    assert len(lines) == 6 and all(line.endswith("18 of 18 tokens are eager's, up to rounding") for line in lines)
+    generated = generate.generate
+    monkeypatch.setattr(generate, "generate", lambda *args: (generated(*args)[0].roll(1, 1), 1.0))  # each token a step late
+    with pytest.raises(SystemExit, match="does not generate eager's tokens"):
+        generate.main(arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- wrong usage
