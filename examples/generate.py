@@ -24,7 +24,6 @@ import hf_flash2
 from demo_models import DefaultsFormatter, add_model_arguments, at_least, load_model
 from stdlib_data import load_corpus
 
-
 ENOUGH = 0.99  # of the tokens in half precision: over many layers rounding adds up, of sdpa as of hf_flash2
 
 

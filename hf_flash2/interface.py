@@ -709,17 +709,18 @@ def attend(
         attention_mask, sliding_window, s_aux, softcap: as in `hf_flash2_attention`.
         causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
         kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart),
-            what changes the result and has no kernel is refused, the rest is ignored.
+            and pages (block_table with k_cache, v_cache, cu_seq_lens_k), what changes the result and has no kernel is refused, the rest is
+            ignored.
     Returns:
         out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
     """
-    pages = [kwargs.pop(name, None) for name in ("block_table", "k_cache", "v_cache")]
+    block_table, *pages = (kwargs.pop(name, None) for name in ("block_table", "k_cache", "v_cache"))
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
-    if pages[0] is not None:
+    if block_table is not None:
         options = {"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "s_aux": s_aux}
-        return _decode_pages(module, q, k, v, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
+        return _decode_pages(module, q, k, v, block_table, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
     if kwargs.get("output_attentions"):
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
@@ -975,6 +976,11 @@ def _decode_pages(
     q [1, T, H, D], k and v [1, T, Hk, D] of T sequences, whose lengths, the new token included, cu_seq_lens_k [T + 1] says; one of 0 stands
     for none. Returns [1, T, H, D].
     """
+    if k_cache is None or v_cache is None:
+        raise ValueError(
+            f"{type(module).__name__} was given a block_table without k_cache and v_cache, which Transformers hands on from 5.23 on; "
+            "use ContinuousBatchingConfig(max_blocks_per_request=0)"
+        )
     reason = _reason_for_sdpa(k_cache, v_cache, None)
     if reason is not None:
         raise ValueError(

@@ -182,6 +182,48 @@ def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
     torch.testing.assert_close(found.float(), truth.float(), rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
 
 
+def pages(device, lengths: list[int]) -> tuple[list[torch.Tensor], dict]:
+    """q, k, v of a new token of each sequence, and what continuous batching hands on with them. Lengths include it; 0 is no sequence."""
+    tensors = qkv(device, len(lengths), len(lengths), batch=1)
+    k_cache, v_cache = (torch.randn(2 * len(lengths), 128, 2, 16, device=device).to(DTYPE) for _ in range(2))
+    table = torch.randperm(2 * len(lengths), device=device).view(len(lengths), 2).int()
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    given = {"block_table": table, "k_cache": k_cache, "v_cache": v_cache, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return tensors, given | {"max_length_q": 1, "max_length_k": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"scaling": 0.5}, {"softcap": 3.0}, {"s_aux": None}], ids=str)
+def test_a_step_from_pages(options, device):
+    """The new tokens are written behind those of their sequences, and each sees all of its own: as much as any other argument lets it."""
+    lengths = [7, 130, 0, 256, 128]
+    (q, k, v), given = pages(device, lengths)
+    if "s_aux" in options:
+        options = {"s_aux": torch.tensor([2.0, -1.0, 30.0, 0.5], device=device, dtype=DTYPE)}
+    out = attention(Layer(), q, k, v, **given, **options)
+    assert out.shape == (1, len(lengths), 4, 16) and not out[:, 2].any()
+    for i, length in enumerate(lengths):
+        if length == 0:
+            continue
+        rows = [given[f"{name}_cache"][given["block_table"][i].long()].flatten(0, 1)[:length] for name in "kv"]
+        for row, new in zip(rows, (k, v), strict=True):
+            assert torch.equal(row[-1], new[0, :, i])
+        visible = torch.arange(length, device=device) >= length - options.get("sliding_window", length)
+        names = {"scaling": "scaling", "softcap": "softcap", "s_aux": "sinks"}
+        others = {theirs: options[ours] for ours, theirs in names.items() if ours in options}
+        keys, values = (row.transpose(0, 1).unsqueeze(0) for row in rows)
+        assert_close(out[:, i : i + 1], expected(q[:, :, i : i + 1], keys, values, visible, **others))
+
+
+def test_pages_that_cannot_be_decoded_from_say_what_to_do(device):
+    (q, k, v), given = pages(device, [3, 4])
+    with pytest.raises(ValueError, match=r"Layer was given a block_table without k_cache .*max_blocks_per_request=0"):
+        attention(Layer(), q, k, v, **given | {"k_cache": None})
+    wide = {name: torch.zeros(4, 128, 2, 264, device=device, dtype=DTYPE) for name in ("k_cache", "v_cache")}
+    q, k, v = (torch.zeros(*x.shape[:3], 264, device=device, dtype=DTYPE) for x in (q, k, v))
+    with pytest.raises(ValueError, match=r"Layer cannot decode from pages: head_dim must .* got 264.*max_blocks_per_request=0"):
+        attention(Layer(), q, k, v, **given | wide)
+
+
 def test_harmless_arguments_are_ignored(device):
     q, k, v = qkv(device)
     kwargs = {
