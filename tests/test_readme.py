@@ -110,6 +110,12 @@ def test_fine_tuning():
     ]
 
 
+def test_generation():
+    lines = [line.split() for line in (DOCS / "generate.txt").read_text().splitlines() if "tokens/s" in line]
+    speeds = {(implementation, cache): speed for implementation, cache, _, speed, *_ in lines}
+    assert table_below("**Generation**") == [[name, speeds[name, "static"], speeds[name, "paged"]] for name in ("sdpa", "hf_flash2")]
+
+
 def test_the_gpu_tests_are_those_of_the_record():
     record = json.loads((ROOT / "tests/gpu_run.json").read_text())
     assert f"the tests that ran there, on {record['commit']}:" in README
