@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
-from .support import reason_unsupported
+from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE, reason_unsupported
 
 NAME = "hf_flash2"
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
@@ -982,10 +982,14 @@ def _decode_pages(
             "use ContinuousBatchingConfig(max_blocks_per_request=0)"
         )
     reason = _reason_for_sdpa(k_cache, v_cache, None)
-    if reason is not None:
+    if k_cache.shape[1] % PAGE_MULTIPLE:
+        reason = f"pages must hold a multiple of {PAGE_MULTIPLE} tokens, got page_size={k_cache.shape[1]}"
+    elif k_cache.shape[-1] % HEAD_DIM_MULTIPLE or v_cache.shape[-1] % HEAD_DIM_MULTIPLE:
+        reason = f"head dims must be multiples of {HEAD_DIM_MULTIPLE}, got {k_cache.shape[-1]} and {v_cache.shape[-1]}"
+    if reason is not None:  # while continuous batching warms up, before it has generated anything
         raise ValueError(
-            f"{type(module).__name__} cannot decode from pages: {reason}; "
-            "use ContinuousBatchingConfig(max_blocks_per_request=0), or load the model in bfloat16"
+            f"{type(module).__name__} cannot decode from pages: {reason}; or use ContinuousBatchingConfig(max_blocks_per_request=0), "
+            "which gathers them"
         )
     tokens = q.shape[1]
     lengths = (cu_seq_lens_k[1 : tokens + 1] - cu_seq_lens_k[:tokens] - 1).int()
