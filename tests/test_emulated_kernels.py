@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable())),
 ]
 
-UNITS = ("*_bf16", "*_hdim64_fp16")
+UNITS = ("*_bf16", "*_hdim64_fp16", "*_sm90_hdim192_fp16")
 LONGEST = 60e6  # scores * head dim of a case
 EVERY = {"sm80": 9, "sm90": 4}  # of the table; mma.sync has 30 times as many warp operations to emulate as wgmma
 CPU = torch.device("cpu")
@@ -244,11 +244,13 @@ def test_dq_is_rounded_beside_tasks(head_dim, causal, heads, deterministic, emul
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-def test_capped_scores_on_every_backward_of_hopper(head_dim, deterministic, emulate):
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in KERNEL_HEAD_DIMS), (64, torch.float16), (192, torch.float16)]
+)
+def test_capped_scores_on_every_backward_of_hopper(head_dim, dtype, deterministic, emulate):
     """In order and not, with so many tasks that, of scores without a cap, dq would be rounded beside them."""
     heads, lengths = ((8, 8), (256,) * 4) if head_dim <= 128 else ((4, 2), (200,) * 2)
-    sample = Sample(Case("capped", head_dim, heads=heads, lengths_q=lengths, causal=True, softcap=2.0), torch.bfloat16, CPU)
+    sample = Sample(Case("capped", head_dim, heads=heads, lengths_q=lengths, causal=True, softcap=2.0), dtype, CPU)
     check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=2, resident=16, deterministic=deterministic), sample)
 
 
