@@ -198,13 +198,12 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > 0.f) return "it has no dropout";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
-  const bool packed = p.sequences_q.cu_seqlens != nullptr, paged = p.block_table != nullptr;
+  const bool paged = p.block_table != nullptr;
   if (paged && p.softcap > 0.f) return "it has no capped scores of a paged cache";
   if (paged && p.head_dim_v > 128 && std::max(p.head_dim, p.head_dim_v) <= 192) return "its blocks of 112 keys at head dim 192 cross pages";
-  const int batch = packed ? 1 : p.batch, tokens_q = packed ? p.total_q : p.max_seqlen_q;
-  const int batch_k = paged ? p.pages : batch, tokens_k = paged ? p.page_size : packed ? p.total_k : p.max_seqlen_k;
-  if (!sm90::tma_can_read(p.q, tokens_q, p.heads_q, batch) || !sm90::tma_can_read(p.k, tokens_k, p.heads_k, batch_k) ||
-      !sm90::tma_can_read(p.v, tokens_k, p.heads_k, batch_k))
+  const sm90::Rows rows_k = sm90::Rows::of_keys(p);
+  if (!sm90::tma_can_read(p.q, sm90::Rows::of_queries(p), p.heads_q) || !sm90::tma_can_read(p.k, rows_k, p.heads_k) ||
+      !sm90::tma_can_read(p.v, rows_k, p.heads_k))
     return "TMA cannot read q, k or v (empty, or expanded with stride 0)";
   return nullptr;
 }
@@ -220,8 +219,7 @@ HfFlash2Family choose_family(int family, const char* reason) {
 // Why the Hopper backward cannot run this call, or null when it can.
 const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
-  const bool packed = p.forward.sequences_q.cu_seqlens != nullptr;
-  if (!sm90::tma_can_read(p.dout, packed ? p.forward.total_q : p.forward.max_seqlen_q, p.forward.heads_q, packed ? 1 : p.forward.batch))
+  if (!sm90::tma_can_read(p.dout, sm90::Rows::of_queries(p.forward), p.forward.heads_q))
     return "TMA cannot read dout (expanded with stride 0)";
   return nullptr;
 }
@@ -327,6 +325,17 @@ auto guarded(const F& f) -> decltype(f()) {
   }
 }
 
+// An operation of one kernel, on its params' device. Returns 0.
+template <typename Params>
+int run_operation(const Params& params, void (*check)(const Params&), void (*run)(const Params&)) {
+  return guarded([&]() -> int {
+    check(params);
+    const DeviceGuard guard(params.device);
+    run(params);
+    return 0;
+  });
+}
+
 // A device attribute, asked of the runtime once per device.
 int device_attribute(cudaDeviceAttr attribute, int device, std::atomic<int> (&known)[64], const char* name) {
   std::atomic<int>& entry = known[device % 64];
@@ -405,31 +414,12 @@ int hf_flash2_backward(const HfFlash2BackwardParams* layout, const HfFlash2Backw
   });
 }
 
-int hf_flash2_append(const HfFlash2AppendParams* params) {
-  return guarded([&]() -> int {
-    check_append(*params);
-    const DeviceGuard guard(params->device);
-    run_append(*params);
-    return 0;
-  });
-}
+int hf_flash2_append(const HfFlash2AppendParams* params) { return run_operation(*params, check_append, run_append); }
 
-int hf_flash2_rotary(const HfFlash2RotaryParams* params) {
-  return guarded([&]() -> int {
-    check_rotary(*params);
-    const DeviceGuard guard(params->device);
-    run_rotary(*params);
-    return 0;
-  });
-}
+int hf_flash2_rotary(const HfFlash2RotaryParams* params) { return run_operation(*params, check_rotary, run_rotary); }
 
 int hf_flash2_cross_entropy(const HfFlash2CrossEntropyParams* params) {
-  return guarded([&]() -> int {
-    check_cross_entropy(*params);
-    const DeviceGuard guard(params->device);
-    run_cross_entropy(*params);
-    return 0;
-  });
+  return run_operation(*params, check_cross_entropy, run_cross_entropy);
 }
 
 int hf_flash2_check_device(int device) {

@@ -243,17 +243,15 @@ inline int count_early_heads(const TileScheduler& scheduler, int computing, int 
 template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(HfFlash2BackwardParams params) {
   const HfFlash2ForwardParams& forward = params.forward;
-  const bool packed = forward.sequences_q.cu_seqlens != nullptr;
+  const Rows rows_q = Rows::of_queries(forward), rows_k = Rows::of_keys(forward);
   const BackwardPlan plan = BackwardPlan::make<Shape>(params);
   params.deterministic = plan.in_order;
-  const int tokens_q = packed ? forward.total_q : forward.max_seqlen_q, tokens_k = packed ? forward.total_k : forward.max_seqlen_k;
-  const int batch = packed ? 1 : forward.batch;
 
   BackwardArguments arguments;
-  arguments.q = make_tensor_map(forward.q, forward.dtype, forward.head_dim, tokens_q, forward.heads_q, batch, Shape::kBlockM);
-  arguments.dout = make_tensor_map(params.dout, forward.dtype, forward.head_dim_v, tokens_q, forward.heads_q, batch, Shape::kBlockM);
-  arguments.k = make_tensor_map(forward.k, forward.dtype, forward.head_dim, tokens_k, forward.heads_k, batch, Shape::kBlockN);
-  arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, tokens_k, forward.heads_k, batch, Shape::kBlockN);
+  arguments.q = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
+  arguments.dout = make_tensor_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, Shape::kBlockM);
+  arguments.k = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
+  arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, Shape::kBlockN);
   arguments.params = params;
   arguments.cap = ScoreCap::of(forward);
 

@@ -154,19 +154,16 @@ void launch_combine(const HfFlash2ForwardParams& params, int splits) {
 
 template <typename Shape, typename T>
 void launch_forward(const HfFlash2ForwardParams& params) {
-  const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  const bool paged = params.block_table != nullptr;
-  const int tokens_q = packed ? params.total_q : params.max_seqlen_q, batch = packed ? 1 : params.batch;
-  const int tokens_k = paged ? params.page_size : packed ? params.total_k : params.max_seqlen_k, batch_k = paged ? params.pages : batch;
+  const Rows rows_q = Rows::of_queries(params), rows_k = Rows::of_keys(params);
   const ForwardPlan plan = ForwardPlan::make<Shape>(params);
   const int tile_heads = plan.tile_heads, splits = plan.splits;
 
   ForwardArguments arguments;
-  arguments.q = make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, tokens_q, params.heads_q, batch,
+  arguments.q = make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, rows_q, params.heads_q,
                                             Shape::kBlockM / Shape::kQueryParts, tile_heads);
-  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, tokens_k, params.heads_k, batch_k, Shape::kBlockN);
-  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, tokens_k, params.heads_k, batch_k, Shape::kBlockN);
-  arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, tokens_q, params.heads_q, batch, 64, tile_heads);
+  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, rows_k, params.heads_k, Shape::kBlockN);
+  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, rows_k, params.heads_k, Shape::kBlockN);
+  arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, rows_q, params.heads_q, 64, tile_heads);
   arguments.params = params;
   arguments.cap = ScoreCap::of(params);
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
@@ -202,7 +199,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     if (params.softcap > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
   }
   if constexpr (Shape::kHasPaged) {
-    if (paged) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
+    if (params.block_table != nullptr) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
   }
   compute(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90", start,
           Shape::kSharedBytes + kZeroBytes);

@@ -20,10 +20,23 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
+// How TMA sees the tokens of a tensor: packed, as one row of all; of a paged cache, as pages.
+struct Rows {
+  int tokens, batch;  // of a row, and rows
+
+  static Rows of_queries(const HfFlash2ForwardParams& p) {
+    return p.sequences_q.cu_seqlens != nullptr ? Rows{p.total_q, 1} : Rows{p.max_seqlen_q, p.batch};
+  }
+  static Rows of_keys(const HfFlash2ForwardParams& p) {
+    if (p.block_table != nullptr) return {p.page_size, p.pages};
+    return p.sequences_k.cu_seqlens != nullptr ? Rows{p.total_k, 1} : Rows{p.max_seqlen_k, p.batch};
+  }
+};
+
 // Whether TMA can read a tensor of these sizes: it knows no stride 0 along a dimension with more than one element (expanded tensors).
-inline bool tma_can_read(const HfFlash2Tensor& tensor, int tokens, int heads, int batch) {
-  return (tensor.token_stride != 0 || tokens == 1) && (tensor.head_stride != 0 || heads == 1) && (tensor.batch_stride != 0 || batch == 1) &&
-         tokens > 0 && heads > 0 && batch > 0;
+inline bool tma_can_read(const HfFlash2Tensor& tensor, Rows rows, int heads) {
+  return (tensor.token_stride != 0 || rows.tokens == 1) && (tensor.head_stride != 0 || heads == 1) &&
+         (tensor.batch_stride != 0 || rows.batch == 1) && rows.tokens > 0 && heads > 0 && rows.batch > 0;
 }
 
 struct TensorMapDimension {
@@ -57,18 +70,20 @@ inline CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const 
   return map;
 }
 
-// Tiles of `rows` tokens of one head; coordinates (column, token, head, batch).
-inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch, int rows) {
-  return encode_tensor_map(tensor.data, dtype, head_dim,
-                           {{tokens, tensor.token_stride, rows}, {heads, tensor.head_stride, 1}, {batch, tensor.batch_stride, 1}});
-}
-
-// Tiles of `rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).
-inline CUtensorMap make_tensor_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, int tokens, int heads, int batch,
-                                               int rows, int tile_heads) {
+// Tiles of `tile_rows` tokens of one head; coordinates (column, token, head, batch).
+inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows) {
   return encode_tensor_map(
       tensor.data, dtype, head_dim,
-      {{heads, tensor.head_stride, tile_heads}, {tokens, tensor.token_stride, rows / tile_heads}, {batch, tensor.batch_stride, 1}});
+      {{rows.tokens, tensor.token_stride, tile_rows}, {heads, tensor.head_stride, 1}, {rows.batch, tensor.batch_stride, 1}});
+}
+
+// Tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).
+inline CUtensorMap make_tensor_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows,
+                                               int tile_heads) {
+  return encode_tensor_map(tensor.data, dtype, head_dim,
+                           {{heads, tensor.head_stride, tile_heads},
+                            {rows.tokens, tensor.token_stride, tile_rows / tile_heads},
+                            {rows.batch, tensor.batch_stride, 1}});
 }
 
 }  // namespace hf_flash2::sm90
