@@ -198,7 +198,7 @@ def _attention(
         dense = seqlens_q is seqlens_k is rng_state is None
         return plan.attention(q, k, v, ops.DENSE if dense else (seqlens_q, seqlens_k, key_mask, rng_state, None))
     if s_aux is not None:
-        s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+        s_aux = cast_sinks(s_aux, q)
     sequences = (seqlens_q, seqlens_k, key_mask, rng_state, s_aux)
     out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers) if plan is None else plan.attention_with_lse(q, k, v, sequences)
     if padded:
@@ -214,7 +214,7 @@ def _is_plain(s_aux: torch.Tensor) -> bool:
     return type(s_aux) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _check_are_tensors(**arguments) -> None:
+def check_are_tensors(**arguments) -> None:
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -254,6 +254,11 @@ def check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"s_aux must be on {q.device}, as q is, got one on {s_aux.device}; move it there")
 
 
+def cast_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """As the ops take them."""
+    return s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+
+
 def _is_window(window_size: object) -> bool:
     return (
         isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(isinstance(x, _INTEGERS) and x >= -1 for x in window_size)
@@ -262,7 +267,7 @@ def _is_window(window_size: object) -> bool:
 
 def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
     given = {"ranges_q": ranges_q, "ranges_k": ranges_k, "key_mask": key_mask}
-    _check_are_tensors(q=q, k=k, v=v, **{name: x for name, x in given.items() if x is not None})
+    check_are_tensors(q=q, k=k, v=v, **{name: x for name, x in given.items() if x is not None})
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"q, k, v must have 4 dimensions [batch, seqlen, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "
@@ -289,7 +294,7 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
 
 
 def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
-    _check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
             f"q, k, v must have 3 dimensions [tokens, heads, head_dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; "

@@ -197,6 +197,11 @@ class Layout:
         return *at, _address(key_mask), _address(rng_state), _address(sinks), _address(block_table)
 
 
+def capacity_of(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """How many tokens a sequence may have in a cache [B, Sk, Hk, D], or [pages, page_size, Hk, D] with a block_table."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
 def append(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None
 ) -> torch.Tensor:
@@ -209,12 +214,11 @@ def append(
     k, v = (_aligned(readable(x)) for x in (k, v))
     batch, seqlen, heads, head_dim = k.shape
     page_size = 0 if block_table is None else k_cache.shape[1]
-    capacity = k_cache.shape[1] if block_table is None else page_size * block_table.shape[1]
     ranges = torch.empty(2, batch, dtype=torch.int32, device=k.device)
     params = _APPEND.pack(
         _APPEND.size, _current_stream(device), *_operand(k), *_operand(v), *_operand(k_cache), *_operand(v_cache),
         lengths.data_ptr(), ranges.data_ptr(), _address(block_table), 0 if block_table is None else block_table.stride(0),
-        device, batch, seqlen, heads, head_dim, v.shape[-1], page_size, capacity,
+        device, batch, seqlen, heads, head_dim, v.shape[-1], page_size, capacity_of(k_cache, block_table),
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_append(params))
     return ranges

@@ -7,8 +7,8 @@ Management for Large Language Model Serving with PagedAttention, arXiv 2309.0618
 
 import torch
 
-from . import kernels, native, ops, reference
-from .functional import check_numbers, check_sinks, flash_attn_ranges_func
+from . import kernels, ops, reference
+from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func
 from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE
 
 _library = torch.library.Library("hf_flash2", "FRAGMENT")
@@ -72,36 +72,33 @@ def flash_attn_with_kvcache(
     for name, (argument, remedy) in refused.items():
         if argument is not None:
             raise ValueError(f"{name} is not supported by flash_attn_with_kvcache; {remedy}")
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    _check_tensors({name: x for name, x in given.items() if x is not None or name not in "kv"}, block_table)
+    new = {name: x for name, x in {"k": k, "v": v}.items() if x is not None}
+    _check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache} | new, block_table)
     scale, window = check_numbers(q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if scale <= 0:
         raise ValueError(f"softmax_scale must be positive, got {scale}; negate q instead")
     if s_aux is not None:
         check_sinks(s_aux, q)
-        s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-    batch = q.shape[0]
-    lengths = _check_lengths(cache_seqlens, batch, q.device, needed=k is not None or block_table is not None)
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
+    capacity = kernels.capacity_of(k_cache, block_table)
     if k is not None:
         ranges = _OPS[0](k, v, k_cache, v_cache, lengths, block_table)
     elif lengths is not None:
-        ranges = torch.stack((torch.zeros_like(lengths), lengths.clamp(0, capacity)))
+        ranges = _ranges(lengths, capacity)
     else:
         ranges = None
     if block_table is None:
         options = (0.0, scale, causal, window_size, softcap, None, False, return_softmax_lse, s_aux)
         out = flash_attn_ranges_func(q, k_cache, v_cache, None, ranges, None, *options)
         return out[:2] if return_softmax_lse else out
-    numbers = (capacity, scale, *window, float(softcap))
-    out, softmax_lse = _OPS[1](q, k_cache, v_cache, ranges, block_table, s_aux, *numbers)
+    sinks = None if s_aux is None else cast_sinks(s_aux, q)
+    out, softmax_lse = _OPS[1](q, k_cache, v_cache, ranges, block_table, sinks, capacity, scale, *window, float(softcap))
     return (out, softmax_lse) if return_softmax_lse else out
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor | None) -> None:
+    check_are_tensors(**tensors)
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}; k and v come together")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch or pages, tokens, heads, head_dim], got {list(x.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
@@ -157,21 +154,20 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
     return cache_seqlens.contiguous()
 
 
-def _append_cuda(k, v, k_cache, v_cache, lengths, block_table):
-    return kernels.append(k, v, k_cache, v_cache, lengths, block_table)
+def _ranges(lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+    """(0, length) of each sequence, [2, B]"""
+    return torch.stack((torch.zeros_like(lengths), lengths.clamp(0, capacity)))
 
 
 def _append_cpu(k, v, k_cache, v_cache, lengths, block_table):
-    batch, seqlen = k.shape[:2]
-    page_size = k_cache.shape[1]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    seqlen, page_size, capacity = k.shape[1], k_cache.shape[1], kernels.capacity_of(k_cache, block_table)
     keys = lengths.long()[:, None] + torch.arange(seqlen, device=k.device)
     sequences, tokens = ((keys >= 0) & (keys < capacity)).nonzero(as_tuple=True)
     places = keys[sequences, tokens]
     pages = sequences if block_table is None else block_table.long()[sequences, places // page_size]
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache[pages, places % page_size] = new[sequences, tokens]
-    return torch.stack((torch.zeros_like(lengths), (lengths + seqlen).clamp(0, capacity)))
+    return _ranges(lengths + seqlen, capacity)
 
 
 def _append_fake(k, v, k_cache, v_cache, lengths, block_table):
@@ -181,11 +177,7 @@ def _append_fake(k, v, k_cache, v_cache, lengths, block_table):
 def _paged_forward_cuda(q, k_cache, v_cache, ranges, block_table, sinks, max_seqlen_k, softmax_scale, window_left, window_right, softcap):
     q = kernels.readable(q)
     numbers = (q.shape[1], max_seqlen_k, softmax_scale, window_left, window_right, 0.0, softcap, False)
-    key = (ops.forms(q, k_cache, v_cache, None, ranges, None), ops.form(block_table), numbers, native.forced_family())
-    plan, _ = ops.plans.get(key, ops.UNKNOWN)
-    if plan is None:
-        plan = ops.Plan(kernels.Layout(q, k_cache, v_cache, None, ranges, None, *numbers[:-1], block_table), numbers)
-        ops.keep(key, plan)
+    plan = ops.plan_of(q, k_cache, v_cache, None, ranges, None, numbers, block_table)
     return plan.forward(q, k_cache, v_cache, (None, ranges, None, None, sinks, block_table))
 
 
@@ -203,7 +195,7 @@ def _paged_forward_fake(q, k_cache, v_cache, *_):
 
 
 for _name, _cuda, _cpu, _fake in (
-    ("append", _append_cuda, _append_cpu, _append_fake),
+    ("append", kernels.append, _append_cpu, _append_fake),
     ("paged_forward", _paged_forward_cuda, _paged_forward_cpu, _paged_forward_fake),
 ):
     _library.impl(_name, _cuda, "CUDA")

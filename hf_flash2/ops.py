@@ -83,24 +83,25 @@ def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
 
 def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
-    plan = _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
+    plan = plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
     return plan.forward(q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state, sinks))
 
 
 def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
     tensors = (q, k, v, out.contiguous(), softmax_lse.contiguous())
-    plan = _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
+    plan = plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
     dq, dk, dv, dsinks = plan.backward(dout, dlse, *tensors, (seqlens_q, seqlens_k, key_mask, rng_state, sinks))
     return dq, dk, dv, _no_sinks(q) if dsinks is None else dsinks
 
 
-def _plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple) -> "Plan":
-    """The plan of a call through the dispatcher, q, k and v readable."""
-    key = (forms(q, k, v, seqlens_q, seqlens_k, key_mask), numbers, native.forced_family())
+def plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers: tuple, block_table=None) -> "Plan":
+    """The plan of a call through the dispatcher, q, k and v readable. block_table: of a paged cache (kvcache.py)."""
+    pages = None if block_table is None else form(block_table)
+    key = (forms(q, k, v, seqlens_q, seqlens_k, key_mask), pages, numbers, native.forced_family())
     found, _ = plans.get(key, UNKNOWN)
     if found is None:
-        found = plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+        found = Plan(kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers[:-1], block_table), numbers)
         keep(key, found)
     return found
 

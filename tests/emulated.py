@@ -62,6 +62,6 @@ def running(monkeypatch, library: ctypes.CDLL, device: int = HOPPER, seed: int =
         patch.setattr(functional, "_on_gpu", lambda x: True)
         patch.setattr(ops, "plans", {})
         patch.setattr(ops, "_DISPATCHED", (ops._forward_cuda, ops._backward_cuda))  # for what is not planned
-        patch.setattr(kvcache, "_OPS", (kvcache._append_cuda, kvcache._paged_forward_cuda))
+        patch.setattr(kvcache, "_OPS", (kernels.append, kvcache._paged_forward_cuda))
         library.emulator_schedule(seed, resident)
         yield

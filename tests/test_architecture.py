@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "rotary": {"kernels", "native"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
-    "kvcache": {"functional", "ops", "kernels", "native", "reference", "support"},
+    "kvcache": {"functional", "ops", "kernels", "reference", "support"},
     "interface": {"packing", "functional", "kvcache", "support", "native", "ops"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_shared", "functional", "kvcache", "packing", "ops", "kernels", "native"},
