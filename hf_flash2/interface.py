@@ -714,13 +714,15 @@ def attend(
     Returns:
         out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
     """
-    block_table, *pages = (kwargs.pop(name, None) for name in ("block_table", "k_cache", "v_cache"))
+    pages = None
+    if kwargs.get("block_table") is not None:
+        pages = [kwargs.pop(name, None) for name in ("block_table", "k_cache", "v_cache")]
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
-    if block_table is not None:
+    if pages is not None:
         options = {"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "s_aux": s_aux}
-        return _decode_pages(module, q, k, v, block_table, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
+        return _decode_pages(module, q, k, v, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
     if kwargs.get("output_attentions"):
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
