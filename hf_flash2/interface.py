@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
-from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE, reason_unsupported
+from .support import reason_unsupported
 
 NAME = "hf_flash2"
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
@@ -983,22 +983,18 @@ def _decode_pages(
             f"{type(module).__name__} was given a block_table without k_cache and v_cache, which Transformers hands on from 5.23 on; "
             "use ContinuousBatchingConfig(max_blocks_per_request=0)"
         )
-    reason = _reason_for_sdpa(k_cache, v_cache, None)
-    if k_cache.shape[1] % PAGE_MULTIPLE:
-        reason = f"pages must hold a multiple of {PAGE_MULTIPLE} tokens, got page_size={k_cache.shape[1]}"
-    elif k_cache.shape[-1] % HEAD_DIM_MULTIPLE or v_cache.shape[-1] % HEAD_DIM_MULTIPLE:
-        reason = f"head dims must be multiples of {HEAD_DIM_MULTIPLE}, got {k_cache.shape[-1]} and {v_cache.shape[-1]}"
-    if reason is not None:  # while continuous batching warms up, before it has generated anything
-        raise ValueError(
-            f"{type(module).__name__} cannot decode from pages: {reason}; or use ContinuousBatchingConfig(max_blocks_per_request=0), "
-            "which gathers them"
-        )
     tokens = q.shape[1]
     lengths = (cu_seq_lens_k[1 : tokens + 1] - cu_seq_lens_k[:tokens] - 1).int()
     queries, keys, values = (x.to(k_cache.dtype).squeeze(0).unsqueeze(1) for x in (q, k, v))
     options |= {"cache_seqlens": lengths, "block_table": block_table[:tokens], "window_size": _window(options["causal"], sliding_window)}
     _record(module, "documents")
-    out = flash_attn_with_kvcache(queries, k_cache, v_cache, keys, values, **options)
+    try:
+        out = flash_attn_with_kvcache(queries, k_cache, v_cache, keys, values, **options)
+    except ValueError as error:  # while continuous batching warms up, before it has generated anything
+        raise ValueError(
+            f"{type(module).__name__} cannot decode from pages: {error}; or use ContinuousBatchingConfig(max_blocks_per_request=0), "
+            "which gathers them"
+        ) from error
     _record_backend(module)
     return out.squeeze(1).unsqueeze(0).to(q.dtype)
 
