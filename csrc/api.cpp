@@ -196,7 +196,8 @@ const char* reason_not_sm90(int device) {
 // The same for this call.
 const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
-  if (p.dropout_p > 0.f) return "it has no dropout";
+  if (p.dropout_p > sm90::kMostDropout) return "it has no dropout above 0.9";
+  if (p.dropout_p > 0.f && p.softcap > 0.f) return "it has no dropout of capped scores";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool paged = p.block_table != nullptr;
   if (paged && p.softcap > 0.f) return "it has no capped scores of a paged cache";

@@ -9,7 +9,7 @@
 HF_FLASH2_API int hf_flash2_forward(const HfFlash2ForwardParams* params, const HfFlash2ForwardAddresses* addresses);
 HF_FLASH2_API int hf_flash2_backward(const HfFlash2BackwardParams* params, const HfFlash2BackwardAddresses* addresses);
 
-// The family that hf_flash2_forward runs a plain call on (no dropout, no expanded tensors) when the params ask for `family`,
+// The family that hf_flash2_forward runs a plain call on (no expanded tensors) when the params ask for `family`,
 // kAuto included; negative, as there, when it cannot. `device` has passed hf_flash2_check_device.
 HF_FLASH2_API int hf_flash2_forward_family(int device, int family);
 

@@ -452,7 +452,7 @@ def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_di
     if not jobs:
         raise UsageError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
     if not of_family["sm80"]:
-        raise UsageError("hf_flash2: 90a names the Hopper kernels alone, which leave dropout and more to the others; use '90;90a'")
+        raise UsageError("hf_flash2: 90a names the Hopper kernels alone, which leave expanded tensors and more to the others; use '90;90a'")
     built = [target for arch in archs if any(arch in job.archs for job in jobs) for target in arch.targets]
     defines = (
         f'HF_FLASH2_VERSION="{package_version()}"',

@@ -156,7 +156,7 @@ def forced_family() -> int:
 
 
 def forward_family(device_index: int, asked: int = FAMILIES["auto"]) -> int:
-    """The kernel family that runs a plain forward (no dropout, no expanded tensors) on this CUDA device when `asked` is asked for.
+    """The kernel family that runs a plain forward (no expanded tensors) on this CUDA device when `asked` is asked for.
 
     Raises NotAvailableError where nothing runs, LibraryError where `asked` does not, each with the library's reason.
     """

@@ -103,27 +103,35 @@ def attention_backward(
 def dropout_keep_mask(rng_state: torch.Tensor, batch: range, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
     """The dropout mask of the CUDA kernels, bool [len(batch), heads, Sq, Sk], True = kept.
 
-    One Philox 4x32-7 call serves the 8 elements a lane holds of a 16 x 16 block of scores (mma.sync accumulator layout): counter =
-    (row block, column block, lane + 32 * offset, batch * heads + head), 16 random bits an element. Rows and columns count from the start
-    of the sequence. See csrc/device/philox.cuh.
+    Two Philox 4x32-7 calls. One, keyed by the seed, with counter (pair, offset), gives each pair of rows (row % 8 // 2) and columns (col %
+    8 // 2) a stream of four words. One without key, with counter stream ^ (row block, column block, batch * heads + head, 0), gives the
+    bits of 16 elements of a 16 x 16 block of scores: a word by row % 2 and col % 2, of which row // 8 % 2 and col // 8 % 2 say the lower
+    of two adjacent bytes, read as a number in fp16. Rows and columns count from the start of the sequence. See
+    csrc/attention/dropout.cuh.
     """
     device = rng_state.device
     row = torch.arange(seqlen_q, device=device).view(-1, 1)
     col = torch.arange(seqlen_k, device=device).view(1, -1)
     b = torch.tensor(list(batch), device=device).view(-1, 1, 1, 1)
     bh = b * heads + torch.arange(heads, device=device).view(-1, 1, 1)
-    lane = (row % 8) * 4 + (col % 8) // 2
     seed, offset = rng_state[0], rng_state[1]
-    counter = [row // 16, col // 16, (lane + 32 * offset) & _MASK32, bh]
-    words = _philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
-    word = ((col // 8) % 2) * 2 + (row // 8) % 2
-    bits = torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))
-    return ((bits >> (16 * (col % 2))) & 0xFFFF) >= dropout_threshold(dropout_p)
+    pair = (row % 8) // 2 * 4 + (col % 8) // 2
+    stream = _philox((pair, offset & _MASK32, (offset >> 32) & _MASK32, 0 * pair), (seed & _MASK32, (seed >> 32) & _MASK32))
+    words = _philox((stream[0] ^ (row // 16), stream[1] ^ (col // 16), stream[2] ^ bh, stream[3]), (0, 0))
+    even, odd = (torch.where(col % 2 == 0, words[i], words[i + 1]) for i in (0, 2))
+    word, turn = torch.where(row % 2 == 0, even, odd), (row // 8 % 2 * 2 + col // 8 % 2) * 8
+    bits = (word >> turn | word << (32 - turn)).to(torch.int16).view(torch.float16)
+    threshold, keeps_few = dropout_threshold(dropout_p)
+    return (bits < threshold) == keeps_few
 
 
-def dropout_threshold(dropout_p: float) -> int:
-    """An element is dropped when its 16 random bits are below this; p is resolved to 1 / 65536."""
-    return round(dropout_p * 65536)
+def dropout_threshold(dropout_p: float) -> tuple[float, bool]:
+    """An element is dropped, or if True it is kept, when its number in fp16 is below this: p of all 2**16, or 1 - p."""
+    p = torch.tensor(dropout_p, dtype=torch.float32).item()  # which the kernels are given
+    keeps_few = p > torch.tensor(0.9, dtype=torch.float32).item()
+    below = round((1 - p if keeps_few else p) * 2**16)
+    bits = 0xFC00 - below if below <= 0x7C00 else max(below - 0x7C01, 1)  # they ascend from -inf to -0, which is 0, and on
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.float16).item(), keeps_few
 
 
 class _Sequence:

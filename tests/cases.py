@@ -64,7 +64,9 @@ class Case:
     @property
     def beyond_hopper(self) -> bool:
         """The Hopper family leaves this case to the other one."""
-        return self.dropout_p > 0 or (self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k)))
+        if self.dropout_p > 0.9 or (self.dropout_p > 0 and self.softcap > 0):
+            return True
+        return self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k))
 
     @property
     def scores(self) -> int:
@@ -191,6 +193,10 @@ def _table() -> list[Case]:
             Case("dropout", heads=(14, 2), lengths_q=RAGGED, form="packed", causal=causal, dropout_p=0.17),
             Case("dropout", lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17),
             Case("dropout", lengths_q=(65, 65), lengths_k=(301, 301), causal=causal, dropout_p=0.17, window=(60, 60)),
+            Case("dropout", 128, (8, 2), (17, 17), (600, 600), causal=causal, dropout_p=0.3),
+            Case("dropout", 64, (4, 2), (200, 90), (700, 333), form="packed", causal=causal, dropout_p=0.17, rise=200.0),
+            Case("dropout", 128, (4, 4), (200,), (700,), causal=causal, dropout_p=0.17, rise=12.0),
+            Case("dropout", 40, causal=causal, dropout_p=0.95),
         ]
         cases += [
             Case("long", head_dim=128, heads=(4, 1), lengths_q=(2048,), causal=causal),

@@ -49,14 +49,6 @@ def family(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture(params=[name for name in families() if name != "sm90"])
-def dropout_family(request, monkeypatch) -> str:
-    """Each kernel family that has dropout, forced likewise."""
-    if request.param != NO_FAMILY:
-        monkeypatch.setenv("HF_FLASH2_FAMILY", request.param)
-    return request.param
-
-
 @pytest.fixture
 def backward_families(monkeypatch) -> list[str]:
     """Names of the kernel families that ran the backward calls of this test, in order; stays empty on the reference backend."""

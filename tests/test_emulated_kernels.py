@@ -104,11 +104,15 @@ def test_tiles_of_smaller_gpus(head_dim, device, emulate):
     check(emulate("sm80", sample, device), sample)
 
 
-@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize(
+    ("family", "head_dim", "dropout_p"), (("sm80", 56, 0.0), ("sm80", 56, 0.3), ("sm90", 56, 0.0), ("sm90", 56, 0.3), ("sm90", 192, 0.3))
+)
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
-def test_half_precision_and_gradient_of_lse(family, form, emulate):
-    sample = Sample(Case("half", head_dim=56, lengths_q=(70, 70), form=form, padding="left", causal=True), torch.float16, CPU)
-    check(emulate(family, sample, with_dlse=True), sample, with_dlse=True)
+def test_half_precision_and_gradient_of_lse(family, form, head_dim, dropout_p, emulate):
+    case = Case("half", head_dim, lengths_q=(70, 70), form=form, padding="left", causal=True, dropout_p=dropout_p)
+    sample = Sample(case, torch.float16, CPU)
+    keep = sample.dropout_keep(peek_rng_state(CPU, seed=7)) if dropout_p else None
+    check(emulate(family, sample, with_dlse=True), sample, keep, with_dlse=True)
 
 
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
@@ -697,8 +701,10 @@ def test_refusals_reach_python(library, monkeypatch):
     """What the library itself checks, through the same path as on a GPU."""
     q = torch.randn(1, 20, 2, 64, dtype=torch.bfloat16)
     monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
-    with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout"):
-        flash_attn_func(q, q, q, dropout_p=0.1)
+    with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout above 0.9"):
+        flash_attn_func(q, q, q, dropout_p=0.95)
+    with emulated.running(monkeypatch, library), pytest.raises(native.LibraryError, match="it has no dropout of capped scores"):
+        flash_attn_func(q, q, q, dropout_p=0.1, softcap=5.0)
     with emulated.running(monkeypatch, library), pytest.raises(ValueError, match="head_dim_v must be a multiple of 8.*got 12"):
         ops._forward_cuda(q, q, q[..., :12], *kernels.DENSE, 20, 20, 0.1, -1, -1, 0.0, 0.0, False)
     with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):

@@ -111,13 +111,16 @@ def test_forward_and_backward(case, dtype, family, device, backward_families, re
         Case("dlse", head_dim=128, heads=(8, 2), lengths_q=(1, 64, 0, 150), lengths_k=(7, 64, 3, 90), form="packed", causal=True),
         Case("dlse", head_dim=96, lengths_q=(70, 33), form="ranges", padding="holes", window=(20, 5)),
         Case("dlse", head_dim=256, lengths_q=(70, 33), form="ranges", padding="left"),
+        Case("dlse", head_dim=64, causal=True, dropout_p=0.3),
+        Case("dlse", head_dim=192, causal=True, dropout_p=0.3),
     ],
     ids=lambda case: case.id,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_gradient_of_lse(case, dtype, family, device, record_errors):
     sample = Sample(case, dtype, device)
-    truth, eager = sample.expected(torch.float64, with_dlse=True), sample.expected(dtype, with_dlse=True)
+    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    truth, eager = sample.expected(torch.float64, keep, with_dlse=True), sample.expected(dtype, keep, with_dlse=True)
     record_errors(compare(sample.actual(with_dlse=True), truth, eager, dtype, sample.sum_sizes()))
 
 
@@ -322,7 +325,7 @@ def _identity(batch: int, seqlen: int, heads: int, head_dim: int, device) -> tor
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
 @pytest.mark.parametrize("dropout_p", (0.1, 0.5, 0.9))
-def test_dropout_mask_is_that_of_the_reference(head_dim, dropout_p, dropout_family, device):
+def test_dropout_mask_is_that_of_the_reference(head_dim, dropout_p, family, device):
     """Element by element: with equal scores and v = identity, out shows which probabilities survived the forward."""
     batch, heads, seqlen_q = 3, 5, 147
     q, k = _uniform(batch, seqlen_q, head_dim, heads, head_dim, device)
@@ -333,7 +336,7 @@ def test_dropout_mask_is_that_of_the_reference(head_dim, dropout_p, dropout_fami
 
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
-def test_dropout_mask_of_the_backward_is_that_of_the_forward(head_dim, dropout_family, device):
+def test_dropout_mask_of_the_backward_is_that_of_the_forward(head_dim, family, device):
     """With equal scores and dout = identity, dv shows which probabilities survived the backward."""
     batch, heads, seqlen_k, dropout_p = 3, 5, 147, 0.3
     q, k = _uniform(batch, head_dim, seqlen_k, heads, head_dim, device)
@@ -345,7 +348,7 @@ def test_dropout_mask_of_the_backward_is_that_of_the_forward(head_dim, dropout_f
 
 
 @pytest.mark.parametrize("dropout_p", (0.05, 0.1, 0.5, 0.9))
-def test_dropped_fraction(dropout_p, dropout_family, device):
+def test_dropped_fraction(dropout_p, family, device):
     head_dim = 128
     q, k = _uniform(4, 512, head_dim, 8, head_dim, device)
     torch.manual_seed(11)
@@ -354,7 +357,7 @@ def test_dropped_fraction(dropout_p, dropout_family, device):
     assert out.float().sum(-1).mean().item() == pytest.approx(1.0, rel=0.01), "probabilities that stay are scaled by 1 / (1 - p)"
 
 
-def test_dropout_repeats_under_manual_seed_and_not_without(dropout_family, device):
+def test_dropout_repeats_under_manual_seed_and_not_without(family, device):
     q, k, v = (torch.randn(2, 100, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     torch.manual_seed(5)
     first, second = flash_attn_func(q, k, v, dropout_p=0.2), flash_attn_func(q, k, v, dropout_p=0.2)
@@ -365,7 +368,7 @@ def test_dropout_repeats_under_manual_seed_and_not_without(dropout_family, devic
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
-def test_dropout_under_checkpointing(use_reentrant, dropout_family, device):
+def test_dropout_under_checkpointing(use_reentrant, family, device):
     """The forward that checkpointing runs again draws the same mask."""
     q, k, v = (torch.randn(2, 100, 4, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
@@ -467,7 +470,7 @@ def test_few_queries_and_many_keys_are_split(case, device, workspaces):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 def test_no_host_synchronisation(form, family, device, request):
-    dropout_p = 0.0 if family == "sm90" else 0.1
+    dropout_p = 0.1
     sample = Sample(Case("sync", lengths_q=(65, 30) if form != "dense" else (65, 65), form=form), torch.bfloat16, device)
     q, k, v, dout = sample.inputs()
     cu_seqlens = sample.cu_seqlens(sample.case.lengths_q)

@@ -1,6 +1,8 @@
 // First pass of the backward: delta = rowsum(dO * O) - dlse and lse * log2e for every query row. Where the kernel that follows adds to dQ from
 // its first key block on (kClearDq), zeros in the accumulator, and semaphores that say so; else, or with an order to keep, zeros in these.
 // delta: Dao, arXiv 2307.08691, algorithm 2, line 4; the dlse term because d lse / d S = P.
+// Under dropout with keep probability r, lse + log r and r delta are left: then exp(S - that) is P / r, so that dV is the sum of what is kept
+// of it times dO, and dS = P / r (dP - that), with dP of dropped elements 0.
 #pragma once
 #include <math.h>
 
@@ -53,6 +55,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const T* dout = token_pointer<const T>(params.dout, batch, head, seq.start);
   const int64_t lse_offset = batch * forward.lse_batch_stride + head * forward.lse_head_stride + seq.start;
   float* delta = workspace.delta + tile * kBlockM * 2;
+  const float keep = 1.f - forward.dropout_p, keep_log2 = forward.dropout_p > 0.f ? log2_approx(keep) : 0.f;
   for (int r = threadIdx.x / 8; r < kBlockM; r += kPreprocessThreads / 8) {
     const int row = query_block * kBlockM + r;
     float sum = 0.f;
@@ -72,8 +75,9 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
     for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (threadIdx.x % 8 == 0) {
       const bool valid = row < seq.length;
-      delta[r] = valid && params.dlse != nullptr ? sum - params.dlse[lse_offset + row] : sum;
-      delta[kBlockM + r] = valid ? forward.softmax_lse[lse_offset + row] * kLog2e : INFINITY;
+      if (valid && params.dlse != nullptr) sum -= params.dlse[lse_offset + row];
+      delta[r] = keep * sum;
+      delta[kBlockM + r] = valid ? forward.softmax_lse[lse_offset + row] * kLog2e + keep_log2 : INFINITY;
     }
   }
 }

@@ -151,18 +151,23 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
     float ds[kMTiles][kNTiles][4] = {};
     multiply<T, kHeadDim / 16>(ds, RowsOfA<kHeadDim>(sdO + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sV, warp_column), 0);
     if (kExtras && forward.dropout_p > 0.f) {
-      // dP of a dropped element is 0; the others, and P in dV, are divided by the keep probability.
-      const float keep_scale = 1.f / (1.f - forward.dropout_p);
+      // P and dS are as large as they are times the keep probability: see preprocess.cuh.
       float kept[kMTiles][kNTiles][4];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-          for (int c = 0; c < 4; ++c) kept[m][n][c] = p[m][n][c] * keep_scale, ds[m][n][c] *= keep_scale;
-      const Dropout dropout(forward, batch, head_k * group + head_in_group, lane);
-      dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin + warp_column,
-                                            [&](int m, int n, int c) { kept[m][n][c] = ds[m][n][c] = 0.f; });
+          for (int c = 0; c < 4; ++c) kept[m][n][c] = p[m][n][c];
+      const Dropout<true> dropout(forward.rng_state);
+      const DropoutRate rate = DropoutRate::of(forward.dropout_p);
+      const auto bits = dropout.draw<kMTiles, kNTiles>(batch * forward.heads_q + head_k * group + head_in_group, row_begin + warp_row,
+                                                       key_begin + warp_column);
+      bits.for_each_pair(rate.threshold, [&](int m, int n, int half, uint32_t below) {
+        if (rate.keeps_few) below = ~below;
+        if (below & 1) kept[m][n][half * 2] = ds[m][n][half * 2] = 0.f;
+        if (below >> 31) kept[m][n][half * 2 + 1] = ds[m][n][half * 2 + 1] = 0.f;
+      });
       write_accumulators<T, kBlockN>(sP, kept, warp_row, warp_column);
     } else {
       write_accumulators<T, kBlockN>(sP, p, warp_row, warp_column);

@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   }
 
   const float scale_log2 = kExtras ? scale_of_scores(params) : params.softmax_scale * kLog2e;
+  const DropoutRate rate = DropoutRate::of(kExtras ? params.dropout_p : 0.f);
   OnlineSoftmax<kMTiles> softmax;
   float out[kMTiles][kDTiles][4] = {};
 
@@ -121,15 +122,20 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
       scale_rows(out, rescale);
     }
     if (kExtras && params.dropout_p > 0.f) {
-      const Dropout dropout(params, batch, head, lane);
-      dropout.for_dropped<kMTiles, kNTiles>(row_begin + warp_row, key_begin, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
+      const Dropout<true> dropout(params.rng_state);
+      const auto bits = dropout.draw<kMTiles, kNTiles>(batch * params.heads_q + head, row_begin + warp_row, key_begin);
+      bits.for_each_pair(rate.threshold, [&](int m, int n, int half, uint32_t below) {
+        if (rate.keeps_few) below = ~below;
+        if (below & 1) scores[m][n][half * 2] = 0.f;
+        if (below >> 31) scores[m][n][half * 2 + 1] = 0.f;
+      });
     }
     multiply_probabilities<T>(out, scores, RowsOfB<kHeadDim>(sV + stage, 0));
   }
 
   float normalise[kMTiles][2];
   const float sink = find_sink(params, head);
-  softmax.finish(normalise, kExtras ? 1.f / (1.f - params.dropout_p) : 1.f, [&](int, int) { return sink; });
+  softmax.finish(normalise, rate.out_scale, [&](int, int) { return sink; });
   scale_rows(out, normalise);
 
   if (lane % 4 == 0) {

@@ -162,6 +162,8 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN + consumer * 64);
   const float scale_log2 = Shape::kCapped ? arguments.cap.log2 : params.forward.softmax_scale * kLog2e;
 
+  const Dropout<Shape::kDropout, true> dropout(params.forward.rng_state);
+
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = (&dv[0][0])[i] = 0.f;
@@ -197,10 +199,13 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     named_barrier_arrive(ds_full(consumer, stage), Shape::kConsumerThreads);
   };
   // From S, in p and under way, to dS, in ds_rounded; dV on the way. lse_log2: of the first 64 queries.
-  const auto differentiate_scores = [&](Scores& p, RowValues<8> lse_log2, uint32_t step, int query_block) {
+  const auto differentiate_scores = [&](Scores& p, RowValues<8> lse_log2, uint32_t step, const BackwardTask::Step& at) {
     const uint32_t stage = step % kStages;
     Scores ds;  // dP and then dS
     uint32_t p_rounded[kBlockM / 4];
+    const auto draw = [&] { return draw_bits<Shape>(dropout, arguments, task, at, lane.key); };
+    decltype(draw()) bits;
+    if constexpr (Shape::kDrawsEarly) bits = draw();
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
     mbarrier_wait(shared.dout_full(stage), step / kStages & 1);
@@ -209,20 +214,22 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       cap_scores(p, arguments.cap.scale);
       lse_log2 = RowValues<8>(shared.lse_log2(stage));  // not before: registers
     }
-    if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
+    if (task.mask_needed(at.query_block)) lane.apply_mask(p, task.mask, at.query_block * kBlockM);
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
       const RowValues<8> lse_part = lse_log2;
       if (part + 1 < kBlockM / 64) lse_log2 = RowValues<8>(shared.lse_log2(stage) + (part + 1) * (64 * 4));
       exponentiate<8>(p + part * 8, lse_part, scale_log2);
     }
+    if constexpr (!Shape::kDrawsEarly) bits = draw();
+    if constexpr (Shape::kDropout) mark_dropped(p, bits, arguments.dropout);
     // 64 queries at a time, and not before the last are multiplied: P in fp32 beside what dV reads would leave too few registers, and ptxas
     // would serialise (C7512).
 #pragma unroll
     for (int part = 0; part < kBlockM / 64; ++part) {
       const uint32_t delta_rows = shared.delta(stage) + part * (64 * 4);
       if (part > 0) wgmma_wait<0>();
-      round_tiles<T, 8>(p_rounded + part * 16, p + part * 8);
+      round_tiles<T, 8, Shape::kDropout>(p_rounded + part * 16, p + part * 8);
       const RowValues<4> delta(delta_rows);
       issue_key_gradient<Shape, T, 64>(&dv[0][0], p_rounded + part * 16, shared.dout(stage) + part * (64 * 128));
       if (part == 0) {
@@ -235,19 +242,19 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
         for (int n = 0; n < 8; ++n)
           multiply_by_slope(p + part * 8 + n, RowValues<1>(shared.lse_log2(stage) + (part * 8 + n) * 32), arguments.cap);
       }
-      differentiate(ds + part * 8, p + part * 8, delta);
-      differentiate(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
+      differentiate<Shape::kDropout>(ds + part * 8, p + part * 8, delta);
+      differentiate<Shape::kDropout>(ds + part * 8 + 4, p + part * 8 + 4, delta_rest);
       round_tiles<T, 8>(ds_rounded + part * 16, ds + part * 8);
     }
     wgmma_wait<0>();
   };
-  // From dS of a step to that of the next, at `query_block`; with dQ of the step before, but not in the first.
-  const auto advance = [&](uint32_t step, int query_block, auto is_first) {  // is_first: an integral_constant<bool>
+  // From dS of a step to that of the next, at `at`; with dQ of the step before, but not in the first.
+  const auto advance = [&](uint32_t step, const BackwardTask::Step& at, auto is_first) {  // is_first: an integral_constant<bool>
     // S beside dQ and dK takes 208 registers at d 128, too many for ptxas (C7512): there it follows when dQ is stored.
     constexpr bool kFirst = decltype(is_first)::value, kScoresEarly = kHeadDim < 128;
     Scores p;
     float dq[8][4];
-    clear_queries(shared, task, step + 1, query_block);
+    clear_queries(shared, task, step + 1, at.query_block);
     named_barrier_sync(consumer_turn(consumer), Shape::kConsumerThreads);
     if constexpr (!kFirst) issue_dq(dq, step - 1);
     issue_dk(step);
@@ -265,7 +272,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     store_ds(step);
     const RowValues<8> lse_log2(shared.lse_log2((step + 1) % kStages));
     if constexpr (kScoresEarly) pass_turn();
-    differentiate_scores(p, lse_log2, step + 1, query_block);
+    differentiate_scores(p, lse_log2, step + 1, at);
   };
 
   uint32_t step = first_step;
@@ -285,12 +292,12 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     } else {
       Scores p;
       issue_s(p, step);
-      differentiate_scores(p, RowValues<8>(shared.lse_log2(step % kStages)), step, at.query_block);
+      differentiate_scores(p, RowValues<8>(shared.lse_log2(step % kStages)), step, at);
     }
     float dq[8][4];
     if (task.advance(at)) {
-      advance(step++, at.query_block, std::true_type{});
-      while (task.advance(at)) advance(step++, at.query_block, std::false_type{});
+      advance(step++, at, std::true_type{});
+      while (task.advance(at)) advance(step++, at, std::false_type{});
       issue_dq(dq, step - 1);
       issue_dk(step);
       wgmma_wait<1>();

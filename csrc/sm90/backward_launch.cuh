@@ -254,11 +254,12 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, Shape::kBlockN);
   arguments.params = params;
   arguments.cap = ScoreCap::of(forward);
+  arguments.dropout = DropoutRate::of(forward.dropout_p);
 
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
-  const int rounding =
-      plan.splits > 1 || forward.softcap > 0.f ? 0 : choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device));
+  const bool rounds = plan.splits == 1 && forward.softcap == 0.f && forward.dropout_p == 0.f;
+  const int rounding = rounds ? choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device)) : 0;
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
@@ -339,6 +340,8 @@ void run_backward(const HfFlash2BackwardParams& params) {
     };
     if (params.forward.softcap > 0.f)
       launch_of(Capped<Shape>{});
+    else if (params.forward.dropout_p > 0.f)
+      launch_of(Dropping<Shape>{});
     else
       launch_of(shape);
     if (params.dsinks != nullptr)

@@ -24,6 +24,12 @@ struct Capped : Shape {
   static constexpr bool kCapped = true;
 };
 
+// Dropout, likewise.
+template <typename Shape>
+struct Dropping : Shape {
+  static constexpr bool kDropout = true;
+};
+
 // By all consumers: K and V have landed, and their rows behind the sequence are zero.
 template <typename Shape>
 __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity) {
@@ -133,6 +139,25 @@ __device__ __forceinline__ void exponentiate(float (*scores)[4], const RowValues
   }
 }
 
+// Dropout: the bits of this thread's elements of a step. key: its first.
+template <typename Shape>
+__device__ __forceinline__ auto draw_bits(const Dropout<Shape::kDropout, true>& dropout, const BackwardArguments& arguments,
+                                          const BackwardTask& task, const BackwardTask::Step& at, int key) {
+  const int batch_head = task.batch * arguments.params.forward.heads_q + task.part * task.heads + at.head;
+  return dropout.template draw<1, Shape::kBlockM / 8>(batch_head, at.query_block * Shape::kBlockM, key - threadIdx.x % 32 / 4);
+}
+
+// Elements of P that are dropped are negative from here on: as dV takes them, 0, and with their size in dS.
+template <int kTiles>
+__device__ __forceinline__ void mark_dropped(float (*p)[4], const DropoutBits<true, 1, kTiles>& bits, const DropoutRate& rate) {
+  constexpr uint32_t kSign = 1u << 31;
+  bits.for_each_pair(rate.threshold, [&](int, int n, int half, uint32_t dropped) {
+    float* const pair = p[n] + half * 2;
+    pair[0] = __uint_as_float(__float_as_uint(pair[0]) | (dropped << 16 & kSign));
+    pair[1] = __uint_as_float(__float_as_uint(pair[1]) | (dropped & kSign));
+  });
+}
+
 // P times the slope of the cap, in place of P: dS is that times (dP - delta) then.
 template <int kTiles>
 __device__ __forceinline__ void multiply_by_slope(float (*p)[4], const RowValues<kTiles>& lse_log2, const ScoreCap& cap) {
@@ -144,14 +169,20 @@ __device__ __forceinline__ void multiply_by_slope(float (*p)[4], const RowValues
   }
 }
 
-// dS = P (dP - delta), in place of dP.
-template <int kTiles>
+// dS = P (dP - delta), in place of dP; kDropout: with dP = 0 where P is negative.
+template <bool kDropout, int kTiles>
 __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*p)[4], const RowValues<kTiles>& delta_rows) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const float2 delta = delta_rows.rows[n];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) scores[n][c] = p[n][c] * (scores[n][c] - (c % 2 == 0 ? delta.x : delta.y));
+    for (int c = 0; c < 4; ++c) {
+      const float delta_of_row = c % 2 == 0 ? delta.x : delta.y;
+      if constexpr (kDropout)
+        scores[n][c] = fmaf(fmaxf(p[n][c], 0.f), scores[n][c], -fabsf(p[n][c]) * delta_of_row);
+      else
+        scores[n][c] = p[n][c] * (scores[n][c] - delta_of_row);
+    }
   }
 }
 

@@ -52,6 +52,11 @@ __device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& 
 // full at 4k, 16k 449 464 -> 464 490, causal 393 450 -> 406 467. In fp16 the errors of dQ and dK are 1.2 times as large, in bf16 as before.
 constexpr int kPExponent = 12;
 constexpr float kOneOfP = 1.f / (1 << kPExponent);
+template <int kTiles, bool kPositive = false>
+__device__ __forceinline__ void round_tiles_to_half(uint32_t* rounded, const float (*x)[4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles * 2; ++i) rounded[i] = pack_half_finite<kPositive>(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+}
 // Elements of this thread in tiles 2n and 2n + 1 of P.
 template <typename Shape>
 __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
@@ -183,7 +188,7 @@ __device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params
   }
 }
 
-// Calls f(step, query_block), which ends with a product of its own under way, for every step of a task, and finishes each. Steps are counted on
+// Calls f(step, at), which ends with a product of its own under way, for every step of a task, and finishes each. Steps are counted on
 // from `step`.
 template <typename Shape, typename T, int kConsumer, typename F>
 __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
@@ -197,7 +202,7 @@ __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams&
   const auto advance = [&](auto is_first) {
     const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
     clear_queries(shared, task, step, at.query_block);
-    f(step, at.query_block);
+    f(step, at);
     finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, place, step++, last_tile, first);
     last_tile = tile;
     if constexpr (Shape::kDeterministic) first = task.template turn<Shape>(params.forward, at.query_block) == 0;
@@ -217,43 +222,46 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
                                                const BackwardTask& task, uint32_t& steps, uint32_t keys_parity) {
   constexpr int kHeadDimV = Shape::kHeadDimV, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
   const HfFlash2BackwardParams& params = arguments.params;
-  constexpr bool kPIsHalf = std::is_same_v<T, __half> && !Shape::kCapped;  // what goes to the second consumer serves dV, too
+  // What goes to the second consumer serves dV, too.
+  constexpr bool kPIsHalf = std::is_same_v<T, __half> && !Shape::kCapped && !Shape::kDropout;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
   const float scale_log2 = Shape::kCapped ? arguments.cap.log2 : params.forward.softmax_scale * kLog2e;
+  const Dropout<Shape::kDropout, true> dropout(params.forward.rng_state);
   float dv[kHeadDimV / 8][4];
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 0>(params, shared, task, steps, keys_parity, [&](uint32_t step, int query_block) {
+  for_each_wide_step<Shape, T, 0>(params, shared, task, steps, keys_parity, [&](uint32_t step, const BackwardTask::Step& at) {
     const uint32_t stage = step % kStages, dout_stage = step % Shape::kDoutStages;
     float p[kBlockM / 8][4];
     uint32_t p_half[kBlockM / 4], p_rounded[kBlockM / 4];
     mbarrier_wait(shared.q_full(stage), step / kStages & 1);
     RowValues<kBlockM / 8> lse_log2(shared.lse_log2(stage));  // PERF: before the product, which keeps shared memory busy
     issue_scores<Shape, T>(&p[0][0], hidden(shared.k()), shared.q(stage));
+    const auto draw = [&] { return draw_bits<Shape>(dropout, arguments, task, at, lane.key); };
+    decltype(draw()) bits;
+    if constexpr (Shape::kDrawsEarly) bits = draw();
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
     if constexpr (Shape::kDoutStages != kStages) mbarrier_arrive(shared.empty(stage));
     if constexpr (Shape::kCapped) cap_scores(p, arguments.cap.scale);
-    if (task.mask_needed(query_block)) lane.apply_mask(p, task.mask, query_block * kBlockM);
+    if (task.mask_needed(at.query_block)) lane.apply_mask(p, task.mask, at.query_block * kBlockM);
 #pragma unroll
     for (float2& rows : lse_log2.rows) rows.x -= kPExponent, rows.y -= kPExponent;
     exponentiate(p, lse_log2, scale_log2);
-    const auto to_half = [&](uint32_t (&half)[kBlockM / 4]) {
-#pragma unroll
-      for (int i = 0; i < kBlockM / 4; ++i) half[i] = pack_half_finite((&p[0][0])[i * 2], (&p[0][0])[i * 2 + 1]);
-    };
+    if constexpr (!Shape::kDrawsEarly) bits = draw();
+    if constexpr (Shape::kDropout) mark_dropped(p, bits, arguments.dropout);
     const auto round = [&] {
       if constexpr (std::is_same_v<T, __half>)
-        to_half(p_rounded);
+        round_tiles_to_half<kBlockM / 8, Shape::kDropout>(p_rounded, p);
       else
-        round_tiles<T, kBlockM / 8>(p_rounded, p);
+        round_tiles<T, kBlockM / 8, Shape::kDropout>(p_rounded, p);
     };
     if constexpr (Shape::kCapped) {  // dV takes P, dS has it times the slope
       round();
       multiply_by_slope(p, lse_log2, arguments.cap);
     }
-    to_half(p_half);
+    round_tiles_to_half<kBlockM / 8>(p_half, p);
     mbarrier_wait(shared.p_empty(), (step & 1) ^ 1);
 #pragma unroll
     for (int n = 0; n < kBlockM / 16; ++n)
@@ -280,7 +288,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = 0.f;
 
-  for_each_wide_step<Shape, T, 1>(params, shared, task, steps, keys_parity, [&](uint32_t step, int) {
+  for_each_wide_step<Shape, T, 1>(params, shared, task, steps, keys_parity, [&](uint32_t step, const BackwardTask::Step&) {
     const uint32_t stage = step % kStages, parity = step / kStages & 1, dout_stage = step % Shape::kDoutStages;
     float ds[kBlockM / 8][4];
     uint32_t ds_rounded[kBlockM / 4];
@@ -301,8 +309,13 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
         for (int half = 0; half < 2; ++half) {
           const float2 p = unpack<__half>(p_half[i * 2 + half]);
           float* const pair = ds[n + i] + half * 2;
-          pair[0] = p.x * fmaf(pair[0], kOneOfP, minus_delta[0]);
-          pair[1] = p.y * fmaf(pair[1], kOneOfP, minus_delta[1]);
+          if constexpr (Shape::kDropout) {
+            pair[0] = fmaf(fmaxf(p.x, 0.f) * kOneOfP, pair[0], fabsf(p.x) * minus_delta[0]);
+            pair[1] = fmaf(fmaxf(p.y, 0.f) * kOneOfP, pair[1], fabsf(p.y) * minus_delta[1]);
+          } else {
+            pair[0] = p.x * fmaf(pair[0], kOneOfP, minus_delta[0]);
+            pair[1] = p.y * fmaf(pair[1], kOneOfP, minus_delta[1]);
+          }
         }
       }
     }

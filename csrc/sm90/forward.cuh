@@ -31,6 +31,7 @@
 #pragma once
 #include <type_traits>
 
+#include "attention/dropout.cuh"
 #include "attention/pages.cuh"
 #include "attention/softcap.cuh"
 #include "device/tma.cuh"
@@ -44,7 +45,7 @@
 namespace hf_flash2::sm90 {
 
 // What a forward does beside the usual, in a kernel of its own, which leaves the code of the other as it is.
-enum class ForwardExtra { kNone, kCapped, kPaged };
+enum class ForwardExtra { kNone, kCapped, kPaged, kDropout };
 
 template <typename Shape, ForwardExtra kExtra>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
@@ -114,7 +115,7 @@ template <typename Shape, typename T, ForwardExtra kExtra>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
   constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
-  constexpr bool kCapped = kExtra == ForwardExtra::kCapped;
+  constexpr bool kCapped = kExtra == ForwardExtra::kCapped, kDropout = kExtra == ForwardExtra::kDropout;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
@@ -166,6 +167,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     }
     lent = 0;
   };
+  const Dropout<kDropout> dropout(params.rng_state);
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
   std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
@@ -179,7 +181,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
       const ForwardTask done = ForwardTask::load(shared.task(tile));  // again: registers
-      softmax.finish(rescale, 1.f, [&](int, int half) { return sink_of_row<Shape>(arguments, done, row + half * 8); });
+      softmax.finish(rescale, kDropout ? arguments.dropout.out_scale : 1.f,
+                     [&](int, int half) { return sink_of_row<Shape>(arguments, done, row + half * 8); });
       if (lane % 4 == 0) store_lse<Shape>(arguments, done, row, softmax.row_max[0]);
     };
 
@@ -188,6 +191,15 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       int block = task.key_block_end - 1;
       const auto apply_mask = [&](uint32_t visible) {
         mask.apply(scores, row, block * kBlockN + lane % 4 * 2, visible, arguments.tile_heads_log2);
+      };
+      // Dropout, of `block`: its bits, and what they do to the probabilities.
+      const auto draw = [&] {
+        return dropout.template draw<1, kBlockN / 8>(task.batch * params.heads_q + task.head, row - lane / 4, block * kBlockN);
+      };
+      const auto drop = [&](const auto& bits) {
+        if constexpr (kDropout)
+          bits.for_each_pair(arguments.dropout.threshold,
+                             [&](int, int n, int half, uint32_t dropped) { probabilities[n * 2 + half] &= ~dropped; });
       };
       // S of `block` is there. The last stage of K is kept for O of warpgroup 0, for which it waits until the other has left it.
       const auto release_keys = [&](int stage) {
@@ -238,6 +250,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
       round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
+      drop(draw());
       clear_out();
 
       // S = Q K^T of `block` beside O += P V of the block before; softmax of S under the latter.
@@ -248,6 +261,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         const int stage_v = use % kStages, parity_v = use / kStages & 1;
         ++use;
         const int stage_k = use % kStages, parity_k = use / kStages & 1;
+        decltype(draw()) bits;
+        if constexpr (Shape::kDrawsEarly) bits = draw();
         mbarrier_wait(shared.k_full(stage_k), parity_k);
         wait_turn();
         issue_scores(tile, stage_k);
@@ -283,6 +298,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
           softmax.add(sums);
         else
           round_tiles<T, kBlockN / 8>(probabilities, scores[0]);
+        if constexpr (!Shape::kDrawsEarly) bits = draw();
+        drop(bits);
       };
       --block;
       while (block >= task.key_block_begin) {

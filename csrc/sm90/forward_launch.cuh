@@ -10,10 +10,10 @@ namespace hf_flash2::sm90 {
 
 // Query heads whose rows share a tile: a whole group where that saves at least a tenth of the tiles (one query and a group of 8: 7 of 8),
 // else 1. Fewer tiles also read K and V less often; a tenth leaves long prompts, which gain next to nothing, with whole heads in L2 order.
-// Groups that do not divide the rows of a warpgroup stay apart.
+// Groups that do not divide the rows of a warpgroup stay apart, as do all under dropout, which is drawn for 16 queries of one head.
 inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows) {
   const int group = params.heads_q / params.heads_k;
-  if (64 % group != 0) return 1;
+  if (64 % group != 0 || params.dropout_p > 0.f) return 1;
   const int64_t together = ceil_div(int64_t{params.max_seqlen_q} * group, block_rows);
   return together * 10 <= ceil_div(params.max_seqlen_q, block_rows) * group * 9 ? group : 1;
 }
@@ -86,6 +86,8 @@ inline int choose_heads_at_once(const HfFlash2ForwardParams& params, int tile_he
   const int64_t key_heads = heads_in_l2(int64_t{2} * params.max_seqlen_k * (params.head_dim + params.head_dim_v));
   return static_cast<int>(std::min(kMostHeadsAtOnce, key_heads * (params.heads_q / params.heads_k / tile_heads)));
 }
+
+static_assert(kMostDropout <= DropoutRate::kMost, "the Hopper kernels do not ask whether a rate keeps few");
 
 // What is decided from shapes alone.
 struct ForwardPlan {
@@ -166,6 +168,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, rows_q, params.heads_q, 64, tile_heads);
   arguments.params = params;
   arguments.cap = ScoreCap::of(params);
+  arguments.dropout = DropoutRate::of(params.dropout_p);
   arguments.tile_heads_log2 = __builtin_ctz(tile_heads);
 
   // As many thread blocks as run at once. Causal work grows with the row: where tiles have to wait, pairs of them are equal work, and of those
@@ -201,6 +204,9 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   if constexpr (Shape::kHasPaged) {
     if (params.block_table != nullptr) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
   }
+  if constexpr (Shape::kHasDropout) {
+    if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
+  }
   compute(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90", start,
           Shape::kSharedBytes + kZeroBytes);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
@@ -216,6 +222,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   if (params.block_table != nullptr) return TileSize::kSmall;
+  if (params.dropout_p > 0.f && kHeadDim == 128) return TileSize::kLarge;
   constexpr int kShort = 2048;
   const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
@@ -228,7 +235,7 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   }
   const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
   const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
-  return short_triangle || closer || params.softcap > 0.f ? TileSize::kSmall : TileSize::kLarge;
+  return short_triangle || closer || params.softcap > 0.f || params.dropout_p > 0.f ? TileSize::kSmall : TileSize::kLarge;
 }
 
 // Calls f(shape) with the tiles for this call.

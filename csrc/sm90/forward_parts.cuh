@@ -41,6 +41,13 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
+  // Dropout: in one size of tiles, but d 64. PERF: one H200, d 64 causal at 512, 1k, 2k, 4k, TFLOP/s, small and large tiles 231 284 337 360, 188
+  // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300.
+  static constexpr bool kHasDropout = kHeadDim == 64 || kSize == (kHeadDim < 256 ? TileSize::kLarge : TileSize::kSmall);
+  // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: late -> early, one H200, full
+  // and causal at 4k: d 128 500 496 -> 543 536, d 96 480 421 -> 472 455, d 192 572 552 -> 636 588, d 64 404 382 -> 395 370, d 256 599 589 -> 590
+  // 582. While S is under way: d 128 526 514 -> 506 489, d 64 level.
+  static constexpr bool kDrawsEarly = kHeadDim > 64 && kHeadDim < 256;
   // Of a paged cache, whose pages are whole blocks of keys: for few queries, so with small tiles where there are any.
   static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDim> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
   static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh

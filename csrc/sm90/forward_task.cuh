@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/softcap.cuh"
 #include "device/grid_dependency.cuh"
@@ -77,6 +78,7 @@ struct ForwardArguments {
   int whole_units;  // of the scheduler, and of each split; behind them the rest of kPairs, or the shared tiles
   SharedTiles shared;
   ScoreCap cap;
+  DropoutRate dropout;
   int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
 };
 

@@ -6,6 +6,9 @@
 
 namespace hf_flash2::sm90 {
 
+// Above, 1 by the keep probability would leave too little of what fp16 holds to P (backward_wide.cuh).
+constexpr float kMostDropout = 0.9f;
+
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params);
 

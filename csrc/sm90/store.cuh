@@ -7,13 +7,13 @@
 
 namespace hf_flash2::sm90 {
 
-// Accumulators as A operands, or for store_panels().
-template <typename T, int kTiles>
+// Accumulators as A operands, or for store_panels(). kPositive: 0 in place of negative ones.
+template <typename T, int kTiles, bool kPositive = false>
 __device__ __forceinline__ void round_tiles(uint32_t* rounded, const float (*x)[4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) rounded[n * 2 + half] = pack<T>(x[n][half * 2], x[n][half * 2 + 1]);
+    for (int half = 0; half < 2; ++half) rounded[n * 2 + half] = pack<T, kPositive>(x[n][half * 2], x[n][half * 2 + 1]);
   }
 }
 

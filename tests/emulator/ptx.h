@@ -57,6 +57,20 @@ inline void cvt_rn_satfinite_f16x2_f32(uint32_t& packed, float high, float low) 
   const auto finite = [](float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; };  // NaN stays
   cvt_rn_f16x2_f32(packed, finite(high), finite(low));
 }
+// relu: 0 in place of what is negative.
+inline void cvt_rn_relu_bf16x2_f32(uint32_t& packed, float high, float low) {
+  cvt_rn_bf16x2_f32(packed, high < 0 ? 0.f : high, low < 0 ? 0.f : low);
+}
+inline void cvt_rn_relu_f16x2_f32(uint32_t& packed, float high, float low) {
+  cvt_rn_f16x2_f32(packed, high < 0 ? 0.f : high, low < 0 ? 0.f : low);
+}
+inline void cvt_rn_relu_satfinite_f16x2_f32(uint32_t& packed, float high, float low) {
+  cvt_rn_satfinite_f16x2_f32(packed, high < 0 ? 0.f : high, low < 0 ? 0.f : low);
+}
+inline void set_lt_u32_f16x2(uint32_t& less, uint32_t a, uint32_t b) {
+  const auto of = [&](int shift) { return from_half(a >> shift & 0xffff) < from_half(b >> shift & 0xffff) ? 0xffffu << shift : 0u; };
+  less = of(0) | of(16);
+}
 inline void ex2_approx_ftz_f32(float& y, float x) {
   y = exp2f(x);
   if (y < 1.17549435e-38f) y = 0.f;

@@ -69,6 +69,12 @@ void __stcs(T* address, T value) {
 }
 
 inline uint32_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_address(pointer); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline void __syncthreads() { emulator::barrier_sync(0, emulator::block_size.x); }
 inline void __threadfence() {}
 template <typename T>
