@@ -7,6 +7,7 @@
     small    grids too small to give every multiprocessor of a large GPU a block
     decode   one query, or a few, after many cached keys: a step of generation
     mla      multi-head latent attention: 16 heads with 192 for q and k, 128 for v
+    dropout  attention with dropout, beside attention without
 
 With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?
 
@@ -42,6 +43,7 @@ from .bench_shared import (
     middle,
     plot_arguments,
     positive,
+    probability,
     ragged_lengths,
     reason_no_figure,
     release_memory,
@@ -85,6 +87,7 @@ class Point:
     window: int | None = None  # how many tokens a token sees to its left, itself aside; None = all
     queries: int | None = None  # None = every token
     head_dim_v: int | None = None  # of v and out; None = head_dim
+    dropout: float = 0.0
     baseline: "Point | None" = None  # another point that ours is compared with
     only_ours: bool = False  # there to be compared with: no rival is timed
 
@@ -109,6 +112,8 @@ class Point:
             return "ragged"
         if self.queries is not None:
             return "decode" if self.queries == 1 else "decode, mask"
+        if self.dropout > 0:
+            return "dropout"
         return "dense" if self.window is None else "window"
 
     @property
@@ -145,8 +150,8 @@ class Point:
         return f"{self.batch} x {self.seqlen}" if self.queries is None else f"{self.batch} x {self.queries}/{self.seqlen}"
 
     def __str__(self) -> str:
-        fill = f" fill {self.fill:.2f}" if self.fill < 1 else ""
-        return f"{self.mode} d {self.dims} heads {self.heads}/{self.heads_k} {self.mask} {self.rows}{fill}"
+        rest = f" fill {self.fill:.2f}" if self.fill < 1 else f" dropout {self.dropout:g}" if self.dropout > 0 else ""
+        return f"{self.mode} d {self.dims} heads {self.heads}/{self.heads_k} {self.mask} {self.rows}{rest}"
 
 
 def papers(args: argparse.Namespace) -> Iterator[Point]:
@@ -208,6 +213,16 @@ def mla(args: argparse.Namespace) -> Iterator[Point]:
         yield Point("mla", mode, args.dtype, 192, causal, seqlen, (seqlen,) * batch, 16, 16, head_dim_v=128)
 
 
+def dropout(args: argparse.Namespace) -> Iterator[Point]:
+    options = itertools.product(args.mode, args.head_dim or (64, 128), masks(args, (True,)), args.seqlen or (1024, 4096, 16384))
+    for mode, head_dim, causal, seqlen in options:
+        batch, heads = max(1, (args.tokens or 16384) // seqlen), max(1, args.hidden_size // head_dim)
+        common = ("dropout", mode, args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+        without = Point(*common, only_ours=True)
+        yield without
+        yield Point(*common, dropout=args.dropout, baseline=without)
+
+
 def masks(args: argparse.Namespace, default: tuple[bool, ...]) -> tuple[bool, ...]:
     return {None: default, "yes": (True,), "no": (False,), "both": (False, True)}[args.causal]
 
@@ -255,6 +270,10 @@ SHAPES = {
     "mla": Shapes(
         mla, lambda row: f"{row.heads} heads of {row.head_dim}, v {row.head_dim_v}", lambda row: short(row.seqlen), "sequence length"
     ),
+    "dropout": Shapes(
+        dropout, lambda row: f"head dim {row.head_dim}, dropout {row.dropout:g}", lambda row: short(row.seqlen),
+        "sequence length", "without dropout",
+    ),
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------------------------ command
@@ -286,6 +305,7 @@ class Row:
     gb_per_s: float  # of K and V, read once
     percent_of_best_rival: float | None  # None for the rivals themselves, and without any
     percent_of_baseline: float | None  # TFLOP/s of ours, in those of the same family at the point it is compared with
+    dropout: float = 0.0
 
     def rate(self, ms: float) -> float:
         """What these shapes are shown as, had it taken so long."""
@@ -303,12 +323,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--causal", choices=["yes", "no", "both"], help="default: both for papers and mla, else yes; window and decode are always causal"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--tokens", type=positive, help="papers, mla, ragged: batch = tokens / seqlen (default 16384, ragged 32768)")
+    parser.add_argument(
+        "--tokens", type=positive, help="papers, mla, dropout, ragged: batch = tokens / seqlen (default 16384, ragged 32768)"
+    )
     parser.add_argument(
         "--hidden-size", type=positive, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"
     )
     parser.add_argument("--fill", type=float, default=0.3, help="ragged: share of real tokens (default 0.3)")
     parser.add_argument("--window", nargs="+", type=positive, default=[128, 1024], help="window: tokens to the left (default 128 1024)")
+    parser.add_argument("--dropout", type=probability, default=0.1, metavar="P", help="dropout: its probability (default 0.1)")
     parser.add_argument("--eager", action="store_true", help="time eager attention too")
     parser.add_argument("--deterministic", action="store_true", help="time our backward with deterministic=True, too")
     parser.add_argument(
@@ -482,8 +505,8 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
     """Ours per kernel family, then the rivals."""
     providers = [provider for family in families for provider in our_kernels(OURS, family, with_deterministic)]
     providers += [
-        Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode")),
-        Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode")),
+        Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode", "dropout")),
+        Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode", "dropout")),
         Provider(f"{SDPA} efficient, mask", partial(masked_sdpa, SDPBackend.EFFICIENT_ATTENTION), ("ragged", "window", "decode, mask")),
         Provider(f"{SDPA} cudnn, mask", partial(masked_sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged", "window", "decode, mask")),
     ]
@@ -496,13 +519,13 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
 
 
 def eager_provider() -> Provider:
-    return Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask"))
+    return Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask", "dropout"))
 
 
 def our_kernels(name: str, family: str, with_deterministic: bool, library: ctypes.CDLL | None = None) -> list[Provider]:
     """Our kernels of a family, of our library or another build."""
     providers = [
-        Provider(f"{name} {family}", dense, ("dense", "window", "decode", "decode, mask"), family, library),
+        Provider(f"{name} {family}", dense, ("dense", "window", "decode", "decode, mask", "dropout"), family, library),
         Provider(f"{name} {family} padded", padded, ("ragged",), family, library),
         Provider(f"{name} {family} packed", packed, ("ragged",), family, library),
         Provider(f"{name} {family} paged", paged, ("decode", "decode, mask"), family, library),
@@ -535,7 +558,7 @@ def builds(others: Iterable[tuple[str, ctypes.CDLL]], with_eager: bool = False, 
 def dense(problem: Problem, deterministic: bool = False) -> Work:
     point = problem.point
     options = {"causal": point.causal, "window_size": (-1 if point.window is None else point.window, -1), "deterministic": deterministic}
-    return Work(lambda: flash_attn_func(*problem.qkv, **options), problem.qkv, problem.dout)
+    return Work(lambda: flash_attn_func(*problem.qkv, dropout_p=point.dropout, **options), problem.qkv, problem.dout)
 
 
 def padded(problem: Problem) -> Work:
@@ -560,8 +583,9 @@ def paged(problem: Problem) -> Work:
 
 def sdpa(backend: SDPBackend, problem: Problem) -> Work:
     """torch's scaled_dot_product_attention held to one backend. The last token needs no mask."""
-    grouped = problem.point.heads_k != problem.point.heads
-    return _sdpa(backend, problem, is_causal=problem.point.causal and problem.point.queries is None, enable_gqa=grouped)
+    point = problem.point
+    grouped = point.heads_k != point.heads
+    return _sdpa(backend, problem, dropout_p=point.dropout, is_causal=point.causal and point.queries is None, enable_gqa=grouped)
 
 
 def masked_sdpa(backend: SDPBackend, problem: Problem) -> Work:
@@ -622,7 +646,8 @@ def eager(problem: Problem) -> Work:
     def attend() -> torch.Tensor:
         query, key, value = (x.transpose(1, 2).repeat_interleave(point.heads // x.shape[2], 1) for x in problem.qkv)
         scores = (query @ key.transpose(-1, -2) * point.head_dim**-0.5).masked_fill(hidden, float("-inf"))
-        return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value).transpose(1, 2)
+        probabilities = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), point.dropout)
+        return (probabilities @ value).transpose(1, 2)
 
     return Work(attend, problem.qkv, problem.dout)
 
@@ -785,7 +810,7 @@ def rows_of(point: Point, times: dict[str, list[float]], baseline: Iterable[Row]
                 batch=point.batch, fill=point.fill, heads=point.heads, heads_k=point.heads_k, only_ours=point.only_ours,
                 ms=median, ms_p20=p20, ms_p80=p80, tflops=tflops, gb_per_s=point.gigabytes / median * 1e3,
                 percent_of_best_rival=100 * best_rival / median if ours and best_rival is not None else None,
-                percent_of_baseline=100 * tflops / same_family if ours and same_family is not None else None,
+                percent_of_baseline=100 * tflops / same_family if ours and same_family is not None else None, dropout=point.dropout,
             )
         )  # fmt: skip
     return rows

@@ -9,7 +9,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -26,6 +26,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
     return int(text)
+
+
+def probability(text: str) -> float:
+    """The number of a command-line option that must lie between 0 and 1, both excluded."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, got {text!r}")
 
 
 def ragged_lengths(batch: int, seqlen: int, fill: float, seed: int = SEED) -> tuple[int, ...]:
@@ -94,9 +102,10 @@ def read_csv(path: Path, row_type: type) -> tuple[list[Any], dict[str, str]]:
     """
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    types = get_type_hints(row_type)
     if not lines:
         raise ValueError("it has no lines")
+    newer = {field.name for field in fields(row_type) if field.default is not MISSING}  # columns that an older file may lack
+    types = {name: kind for name, kind in get_type_hints(row_type).items() if name in lines[0] or name not in newer}
     missing = next((name for name in types if name not in lines[0]), None)
     if missing is not None:
         raise ValueError(f"it has no column {missing}")

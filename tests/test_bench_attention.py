@@ -217,6 +217,24 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
     assert bench.EAGER in compared and any(name.startswith(bench.SDPA) for name in compared)
 
 
+def test_every_provider_drops(device, monkeypatch):
+    """With values of 1, out is the probability that was kept, by what was to be kept: 1 in the mean, and not everywhere."""
+    point = bench.Point("dropout", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, dropout=0.3)
+    problem = bench.Problem(point, device)
+    problem.qkv[2].data.fill_(1)
+    dropped = []
+    for provider in providers():
+        if not provider.takes(point):
+            continue
+        if device.type == "cpu" and provider.name.startswith(bench.SDPA):
+            provider = bench.Provider(provider.name, lambda p, f=provider.prepare.func: f(SDPBackend.MATH, p), provider.kinds)
+        with bench.forced(provider.family if device.type == "cuda" else None):
+            out = provider.prepare(problem).attend().float()
+        assert out.mean().item() == pytest.approx(1, abs=0.05) and out.std() > 0.1, provider.name
+        dropped.append(provider.name)
+    assert {*dropped} >= {"sdpa flash", "sdpa cudnn", bench.EAGER} and any(name.startswith(bench.OURS) for name in dropped)
+
+
 def test_rivals_and_baselines_take_what_they_are_for():
     named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False, with_deterministic=True)}
     taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
@@ -490,7 +508,7 @@ def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkey
     ours = {f"hf_flash2 reference{kind}" for kind in ("", *KINDS)}
     assert {line["provider"] for line in lines} >= ours | {"sdpa flash"}
     compared = {line["shapes"] for line in lines if line["percent_of_baseline"]}
-    assert compared == {"gqa", "ragged", "window"}
+    assert compared == {"gqa", "ragged", "window", "dropout"}
     assert plots == [(f"b-{name}.png", {name}) for name in bench.SHAPES]
     assert "% of dense batch of equal work" in capsys.readouterr().out
 
