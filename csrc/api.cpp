@@ -200,7 +200,6 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (p.dropout_p > 0.f && p.softcap > 0.f) return "it has no dropout of capped scores";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool paged = p.block_table != nullptr;
-  if (paged && p.softcap > 0.f) return "it has no capped scores of a paged cache";
   if (paged && p.head_dim_v > 128 && std::max(p.head_dim, p.head_dim_v) <= 192) return "its blocks of 112 keys at head dim 192 cross pages";
   const sm90::Rows rows_k = sm90::Rows::of_keys(p);
   if (!sm90::tma_can_read(p.q, sm90::Rows::of_queries(p), p.heads_q) || !sm90::tma_can_read(p.k, rows_k, p.heads_k) ||

@@ -36,7 +36,7 @@ class Decoding:
     def beyond_hopper(self) -> bool:
         """The Hopper family leaves this case to the other one."""
         widest, values = max(self.head_dim, self.head_dim_v), self.head_dim_v or self.head_dim
-        return self.page_size > 0 and (self.softcap > 0 or (values > 128 and widest <= 192))
+        return self.page_size > 0 and values > 128 and widest <= 192
 
     def __str__(self) -> str:
         return self.name
@@ -59,7 +59,7 @@ CASES = [
     Decoding("nobody", lengths=(-1, 200, -1)),
     Decoding("window", 128, lengths=(700, 20), window=(130, -1)),
     Decoding("sinks", 128, heads=(8, 1), lengths=(700, 20), sinks=True),
-    Decoding("capped", 256, heads=(4, 2), lengths=(700, 20), softcap=5.0),
+    *(Decoding(f"capped-{d}", d, heads=(8, 2), lengths=(700, 20), queries=2, new=2, softcap=5.0) for d in (64, 96, 128, 256)),
     *(Decoding(f"rise-{d}", d, heads=(8, 1), lengths=(700, 300), queries=8, rise=200.0) for d in (64, 128)),
     Decoding("no-pages", 128, lengths=(5, 300, 128), page_size=0),
     Decoding("no-pages-window", 64, lengths=(5, 300, -1), page_size=0, window=(100, -1), softcap=2.0, sinks=True),

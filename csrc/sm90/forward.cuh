@@ -45,7 +45,12 @@
 namespace hf_flash2::sm90 {
 
 // What a forward does beside the usual, in a kernel of its own, which leaves the code of the other as it is.
-enum class ForwardExtra { kNone, kCapped, kPaged, kDropout };
+enum class ForwardExtra { kNone, kCapped, kPaged, kDropout, kPagedCapped };
+
+template <ForwardExtra kExtra>
+constexpr bool kIsPaged = kExtra == ForwardExtra::kPaged || kExtra == ForwardExtra::kPagedCapped;
+template <ForwardExtra kExtra>
+constexpr bool kIsCapped = kExtra == ForwardExtra::kCapped || kExtra == ForwardExtra::kPagedCapped;
 
 template <typename Shape, ForwardExtra kExtra>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
@@ -87,7 +92,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
       int token = task.k.start + block * Shape::kBlockN, batch_k = map_batch;
-      if constexpr (kExtra == ForwardExtra::kPaged) {
+      if constexpr (kIsPaged<kExtra>) {
         const KeyPlace at = find_key(params.block_table, params.block_table_stride, params.page_size, task.batch, block * Shape::kBlockN);
         token = at.token, batch_k = at.page;
       }
@@ -115,7 +120,7 @@ template <typename Shape, typename T, ForwardExtra kExtra>
 __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
   constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
   constexpr int kBlockN = Shape::kBlockN, kStages = Shape::kStages, kConsumers = Shape::kConsumers;
-  constexpr bool kCapped = kExtra == ForwardExtra::kCapped, kDropout = kExtra == ForwardExtra::kDropout;
+  constexpr bool kCapped = kIsCapped<kExtra>, kDropout = kExtra == ForwardExtra::kDropout;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
   const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
@@ -274,7 +279,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         release_keys(stage_k);
         if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
         if constexpr (kMasked) apply_mask(visible);
-        constexpr bool kAhead = Shape::kAhead && !kMasked && kExtra != ForwardExtra::kPaged;  // follow_maximum reads k where it lies
+        constexpr bool kAhead = Shape::kAhead && !kMasked && !kIsPaged<kExtra>;  // follow_maximum reads k where it lies
         float sums[1][2];
         bool moved;
         if constexpr (kAhead)

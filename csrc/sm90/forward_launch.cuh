@@ -198,11 +198,13 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
   const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0);
   auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments>;
+  const bool paged = params.block_table != nullptr, capped = params.softcap > 0.f;
   if constexpr (Shape::kHasCapped) {
-    if (params.softcap > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
+    if (capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
   }
   if constexpr (Shape::kHasPaged) {
-    if (params.block_table != nullptr) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
+    if (paged && !capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
+    if (paged && capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPagedCapped>, ForwardArguments>;
   }
   if constexpr (Shape::kHasDropout) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
