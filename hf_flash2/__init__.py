@@ -56,14 +56,15 @@ def _torch_problem() -> str | None:
 
 torch_problem = _torch_problem()
 if torch_problem is None:
-    from . import interface
+    from . import registration
     from .collator import PackingBatchSampler, PackingCollator, first_fit
     from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
-    from .interface import registration_state, set_strict
     from .kvcache import flash_attn_with_kvcache
+    from .notices import set_strict
     from .ops import last_backend
+    from .registration import registration_state
 
-    interface.register()
+    registration.register()
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,7 @@ from .bench_shared import (
     release_memory,
     write_csv,
 )
-from .interface import NAME
+from .notices import NAME
 from .ops import last_backend
 
 PACKED = f"{NAME} packed"

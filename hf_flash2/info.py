@@ -11,7 +11,6 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from . import build, native, torch_problem
@@ -222,13 +221,17 @@ def _registration() -> dict[str, Any]:
     """Whether Transformers knows attn_implementation="hf_flash2" in this process, and what stands in the way."""
     if torch_problem:
         return {"transformers": _installed_version("transformers"), "registered": False, "problems": [NO_TORCH]}
-    return _interface().registration_state()
+    from . import registration  # here, so that whatever is wrong with Transformers is this section's error and no more
+
+    return registration.registration_state()
 
 
-def _interface() -> ModuleType:
-    from . import interface  # here, so that whatever is wrong with Transformers is this section's error and no more
+def _strict() -> bool | None:
+    if torch_problem:
+        return None
+    from . import notices  # it needs torch
 
-    return interface
+    return notices.is_strict()
 
 
 # The variables of this package, and what refuses a wrong value where that is read: the build's say so when it builds.
@@ -236,7 +239,7 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     "HF_FLASH2_FAMILY": native.forced_family,
     "HF_FLASH2_LOSS": lambda: native.eager_asked("HF_FLASH2_LOSS"),
     "HF_FLASH2_ROTARY": lambda: native.eager_asked("HF_FLASH2_ROTARY"),
-    "HF_FLASH2_STRICT": lambda: None if torch_problem else _interface().is_strict(),
+    "HF_FLASH2_STRICT": _strict,
     **dict.fromkeys(("HF_FLASH2_ARCHS", "HF_FLASH2_HEAD_DIMS", "HF_FLASH2_LIBRARY", "HF_FLASH2_NVCC", "HF_FLASH2_SKIP_CUDA"), lambda: None),
     **dict.fromkeys(("HF_FLASH2_COMMIT", "HF_FLASH2_EMULATE", "HF_FLASH2_GPU_RECORD"), lambda: None),  # of the tests
 }

@@ -1,27 +1,13 @@
-"""The Transformers contract: how `attn_implementation="hf_flash2"` is admitted, masked and computed.
-
-Three parts, top to bottom:
-
-* registration: `register()` puts our attention and mask functions into Transformers' registries and wraps the few functions that would
-  refuse our name or accept it for a model we cannot serve;
-* `hf_flash2_mask`, called once per forward: turns the model's 2-D mask into the sequences that all layers share;
-* `hf_flash2_attention`, called by every attention layer, and `attend`, its core, which patches/ call too.
+"""The attention of `attn_implementation="hf_flash2"`: `hf_flash2_attention`, called by every attention layer, and `attend`, its core, which
+patches/ call too.
 
 What our kernels cannot run is refused with the reason (ValueError), or, where the model itself asks for it, computed exactly by torch's
-SDPA with one warning; `set_strict(True)` turns those warnings into errors. Only this file and patches/ know Transformers.
+SDPA with one warning; `set_strict(True)` turns those warnings into errors. Only this file, masks.py, registration.py and patches/ know
+Transformers.
 """
 
-import contextlib
-import functools
-import importlib.util
 import inspect
-import logging
-import os
-import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -32,578 +18,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
-from .support import reason_unsupported
-
-NAME = "hf_flash2"
-PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
-CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: its Calls
-
-logger = logging.getLogger(NAME)
-
-# ---------------------------------------------------------------------------------------------------------------------- notices and records
-
-_SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
-_strict: bool | None = None  # what set_strict was given; None = what HF_FLASH2_STRICT says
-_noticed: set[str] = set()
-_calls: dict[torch.nn.Module, list[str]] | None = None
-
-
-def set_strict(enabled: bool) -> None:
-    """Whether attention that our kernels cannot run raises ValueError instead of going to SDPA with a warning. HF_FLASH2_STRICT=1 does."""
-    if not isinstance(enabled, bool):
-        raise ValueError(f"set_strict takes True or False, got {enabled!r}")
-    global _strict
-    _strict = enabled
-
-
-def is_strict() -> bool:
-    """What `set_strict` was given last, or else what HF_FLASH2_STRICT says.
-
-    Raises:
-        ValueError: HF_FLASH2_STRICT is neither yes nor no.
-    """
-    if _strict is not None:
-        return _strict
-    value = os.environ.get("HF_FLASH2_STRICT", "")
-    if value.lower() not in _SWITCH:
-        raise ValueError(f"HF_FLASH2_STRICT must be 0 or 1, got {value!r}")
-    return _SWITCH[value.lower()]
-
-
-class Calls(Counter[str]):
-    """How often the calls of a layer took which route, and the backend that the last one of the op ran on. Not under torch.compile."""
-
-    backend: str | None = None
-
-
-@contextlib.contextmanager
-def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
-    """Collect, per attention module, the route of each call: "dense", "padded", "documents" or "sdpa". Not under torch.compile."""
-    global _calls
-    outer, _calls = _calls, {}
-    try:
-        yield _calls
-    finally:
-        _calls = outer
-
-
-def _record(module: torch.nn.Module, route: str) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if _calls is not None:
-        _calls.setdefault(module, []).append(route)
-    calls: Calls | None = vars(module).get(CALLS)
-    if calls is not None:
-        calls[route] += 1
-
-
-def _record_backend(module: torch.nn.Module) -> None:
-    if torch.compiler.is_compiling():  # first: older compilers cannot trace what follows
-        return
-    calls: Calls | None = vars(module).get(CALLS)
-    if calls is not None:
-        calls.backend = ops.last_backend()
-
-
-@torch.compiler.assume_constant_result  # so that a compiled model warns too, while it is being traced
-def notice(message: str) -> None:
-    """Warn, once a process."""
-    if message not in _noticed:
-        _noticed.add(message)
-        logger.warning(message)
-
-
-# ----------------------------------------------------------------------------------------------------------------------------- registration
-
-_problems: list[str] = []  # why something of the registration could not be done, in the words of an error message
-_transformers: ModuleType | None = None
-_masking: ModuleType | None = None  # transformers.masking_utils
-
-
-def register() -> None:
-    """Make Transformers know the name "hf_flash2". Idempotent; never raises: what failed is in `registration_state()` and later errors."""
-    global _transformers, _masking
-    if _transformers is not None or importlib.util.find_spec("transformers") is None:
-        return
-    _problems.clear()
-    try:
-        import transformers
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils, modeling_flash_attention_utils
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with transformers, the kernels alone must stay usable
-        _problems.append(f"the installed transformers cannot be used: {error}; hf_flash2 needs 4.57 or newer")
-        return
-    _transformers, _masking = transformers, masking_utils
-    for name in (NAME, PAGED_NAME):
-        AttentionInterface.register(name, hf_flash2_attention)
-        AttentionMaskInterface.register(name, hf_flash2_mask)
-    _wrap(modeling_flash_attention_utils, "_lazy_imports", _admitting)
-    _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _gated)
-    _wrap(PreTrainedModel, "get_correct_attn_implementation", _gated)
-    _join_trl()
-
-
-def registration_state() -> dict[str, Any]:
-    """What `register` did, as plain data: versions, names, which functions of Transformers are wrapped, and problems in words."""
-    if _transformers is None:
-        return {"transformers": None, "registered": False, "names": [], "wrapped": {}, "trl": False, "problems": list(_problems)}
-    utils, model_class = _transformers.modeling_flash_attention_utils, _transformers.PreTrainedModel
-    names = [name for name in (NAME, PAGED_NAME) if _transformers.AttentionInterface._global_mapping.get(name) is hf_flash2_attention]
-    wrapped = {
-        name: hasattr(getattr(owner, name, None), "_hf_flash2_wraps")
-        for owner, name in (
-            (utils, "_lazy_imports"),
-            (model_class, "_check_and_adjust_attn_implementation"),
-            (model_class, "get_correct_attn_implementation"),
-        )
-    }
-    return {
-        "transformers": _transformers.__version__,
-        "registered": NAME in names,
-        "names": names,
-        "wrapped": wrapped,
-        "trl": _join_trl(),
-        "problems": list(_problems),
-    }
-
-
-def _wrap(owner: Any, name: str, wrapper: Any) -> None:
-    original = getattr(owner, name, None)
-    if original is None:
-        _problems.append(
-            f"transformers {_transformers.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which hf_flash2 has to wrap; "
-            f"update hf_flash2, or use a transformers version it lists"
-        )
-    elif not hasattr(original, "_hf_flash2_wraps"):
-        wrapped = wrapper(original)
-        wrapped._hf_flash2_wraps = original
-        setattr(owner, name, wrapped)
-
-
-def _given(function: Callable, position: int, args: tuple, kwargs: dict) -> Any:
-    """An argument by its place in the signature of the function, given by position or by name (as ModernBERT of 4.57 does), or None."""
-    return args[position] if position < len(args) else kwargs.get(list(inspect.signature(function).parameters)[position])
-
-
-def _admitting(lazy_imports: Any) -> Any:
-    """`_lazy_imports` takes any name with "flash" in it for a kernel of the hub; for ours it has to give our functions."""
-
-    @functools.wraps(lazy_imports)
-    def _lazy_imports(*args, **kwargs):
-        if _given(lazy_imports, 0, args, kwargs) not in (NAME, PAGED_NAME):
-            return lazy_imports(*args, **kwargs)
-        utils = sys.modules[lazy_imports.__module__]
-        with_kvcache = (_with_kvcache(),) if hasattr(utils, "_flash_with_kvcache_fn") else ()  # absent in Transformers 4
-        return (flash_attn_func, flash_attn_varlen_func, *with_kvcache, utils._pad_input, utils._unpad_input)
-
-    return _lazy_imports
-
-
-def _with_kvcache() -> Any:
-    """What continuous batching looks for where it wants to decode by block tables; None where its cache does not hand them on (before
-    Transformers 5.23)."""
-    from transformers.generation.continuous_batching import PagedAttentionCache
-
-    return flash_attn_with_kvcache if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters else None
-
-
-def _gated(method: Any) -> Any:
-    """A method of PreTrainedModel that admits an implementation: refuse ours, with the reason, for models that it cannot serve."""
-
-    @functools.wraps(method)
-    def admit(self, *args, **kwargs):
-        if _given(method, 1, (self, *args), kwargs) not in (NAME, PAGED_NAME):
-            return method(self, *args, **kwargs)
-        is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
-        _join_trl()
-        reason = reason_model_unsupported(self)
-        if reason is not None:
-            raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
-        try:
-            with _among_compatible(self):
-                return method(self, *args, **kwargs)
-        except (ValueError, ImportError) as error:
-            if _problems:
-                raise ValueError(f"hf_flash2 is not fully registered: {'; '.join(_problems)}") from error
-            raise
-
-    return admit
-
-
-@contextlib.contextmanager
-def _among_compatible(model: torch.nn.Module) -> Iterator[None]:
-    """Our name among the implementations that a model says it is compatible with: Transformers takes the first of them for any other."""
-    compatible = getattr(model, _COMPATIBLE, None)
-    if compatible is None:
-        yield
-        return
-    own = vars(model).get(_COMPATIBLE)
-    setattr(model, _COMPATIBLE, [*compatible, NAME, PAGED_NAME])
-    try:
-        yield
-    finally:
-        delattr(model, _COMPATIBLE)
-        if own is not None:
-            setattr(model, _COMPATIBLE, own)
-
-
-_COMPATIBLE = "_compatible_flash_implementations"
-
-
-def reason_model_unsupported(model: torch.nn.Module) -> str | None:
-    """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
-    if not getattr(model, "_supports_flash_attn", False):
-        others = '"sdpa" or "eager"' if getattr(model, "_supports_sdpa", False) else '"eager"'
-        return (
-            "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
-            f'there is none; use {others} (for one part of a composite model: {{"vision_config": "eager", "text_config": "hf_flash2"}})'
-        )
-    compatible = getattr(model, _COMPATIBLE, None)
-    if compatible and NAME not in compatible and not _adds_sinks_alone(type(model)):
-        return f'it accepts only {", ".join(compatible)} because of what its attention adds (as sparse patterns); use "eager"'
-    if not _calls_the_interface(type(model)):
-        return 'its attention layers never call the attention interface of Transformers; use "sdpa" or "eager"'
-    return None
-
-
-@functools.cache
-def _calls_the_interface(model_class: type) -> bool:
-    """False when the sources of the model define attention layers and none of them uses the interface (as GPT-J, or BERT before 5.0)."""
-    own = (c for c in model_class.__mro__ if issubclass(c, _transformers.PreTrainedModel) and c is not _transformers.PreTrainedModel)
-    sources = [_source(name) for name in {c.__module__ for c in own}]
-    has_attention = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) for source in sources)
-    return not has_attention or any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
-
-
-@functools.cache
-def _adds_sinks_alone(model_class: type) -> bool:
-    """Whether sinks are what the layers of a model with a list of compatible implementations hand over besides the usual, as GPT-OSS does.
-    What else they might is refused by name when it comes."""
-    calls = re.findall(_CALL + r"\)", _source(model_class.__module__))
-    beyond = re.compile(rf"\b({'|'.join(_UNSUPPORTED)})=")
-    return bool(calls) and all("s_aux=" in call and not beyond.search(call) for call in calls)
-
-
-@functools.cache
-def _source(module_name: str) -> str:
-    """The source of a loaded module, or nothing where it cannot be read."""
-    try:
-        return inspect.getsource(sys.modules[module_name])
-    except (KeyError, OSError, TypeError):
-        return ""
-
-
-def _join_trl() -> bool:
-    """TRL warns about padding-free training with a name that is not in its set; ours belongs there. Whether it is in."""
-    sft_trainer = sys.modules.get("trl.trainer.sft_trainer")
-    variants = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
-    if not isinstance(variants, set):
-        return False
-    variants.add(NAME)
-    return True
-
-
-# -------------------------------------------------------------------------------------------------------------------------------- sequences
-
-# What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
-# copy and save it:
-#   bool  [B, Sk]         True = a real key; the queries are the last columns
-#   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
-#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document
-#   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
-# An attribute on the same tensor, a `_Sequences` (a reason for the last form), spares the layers deriving the same again. A model may hand
-# its mask to a decoder that asks for one again: then Transformers makes bool of two dimensions, which the first two forms survive.
-_ATTRIBUTE = "_hf_flash2"
-_MAYBE_DOCUMENTS = (
-    "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
-    "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+from .masks import (
+    ATTRIBUTE,
+    MAYBE_DOCUMENTS,
+    UNSAID_WINDOW,
+    Documents,
+    Sequences,
+    attach,
+    band,
+    holds_documents,
+    leaves_window_to_mask,
+    window_of,
 )
-_CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
-_ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
-_UNSAID_WINDOW = "its layers leave their sliding window to the mask"
-_GIVEN_4D = "a 4-D attention mask was given"
-
-
-class _Documents(NamedTuple):
-    """Packed documents, in the order `flash_attn_varlen_func` takes them."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @classmethod
-    def same(cls, found: tuple[torch.Tensor, int] | None) -> "_Documents | None":
-        """Queries and keys are the same tokens: cu_seqlens and the longest length."""
-        return None if found is None else cls(found[0], found[0], found[1], found[1])
-
-
-class _Sequences:
-    """The sequences of one forward, as one mask describes them, with what was derived from them so far."""
-
-    def __init__(
-        self,
-        key_mask: torch.Tensor,
-        q_offset: int | torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        causal: bool | None = None,
-    ):
-        self.key_mask = key_mask  # bool [B, Sk]
-        self.q_offset = q_offset  # key column of the first query; None = Sk - Sq
-        self.starts = starts  # bool [B, Sk], first tokens of documents, or None
-        self.causal = causal  # what the mask function was told; None = not known
-        self._derived: dict[Any, Any] = {}
-
-    @classmethod
-    def read(cls, mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> "_Sequences":
-        """From a mask of ours, or a 2-D one that a model hands on as the user gave it."""
-        attached = getattr(mask, _ATTRIBUTE, None)
-        if isinstance(attached, cls):
-            if attached.key_mask.shape[1] != seqlen_k:
-                raise ValueError(
-                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; a decoder with a "
-                    'cache needs config.is_decoder=True; if it is one, use attn_implementation="sdpa"'
-                )
-            return attached
-        if _holds_documents(mask):
-            return cls(mask[:, 0].bool(), 0, mask[:, 1].bool())
-        width = mask.shape[1]
-        if mask.dtype == torch.uint8 and width == 2 * seqlen_k:
-            planes = mask.unflatten(1, (2, seqlen_k)).bool()
-            return cls(planes[:, 0], planes[0, 1].sum())
-        if width >= seqlen_k:  # a sliding cache holds the last columns
-            return cls(mask[:, width - seqlen_k :].bool())
-        return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
-
-    def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
-        """same_tokens: queries and keys are the same tokens and their positions matter, as they do when causal or under a window."""
-        return self._once(
-            ("padded", seqlen_q, same_tokens), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens)
-        )
-
-    def documents(self) -> _Documents | None:
-        """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
-        return self._once("documents", lambda: _Documents.same(packing.documents_from_starts(self.starts)))
-
-    def has_padding(self) -> bool:
-        """Synchronises with the host, once per forward."""
-        return self._once("padding", lambda: not bool(self.key_mask.all()))
-
-    def _once(self, key: Any, derive: Callable[[], Any]) -> Any:
-        if torch.compiler.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
-            return derive()
-        if key not in self._derived:
-            self._derived[key] = derive()
-        return self._derived[key]
-
-    def visible(self, seqlen_q: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
-        """bool [B, 1, Sq, Sk]: the same sequences as a dense mask."""
-        seqlen_k = self.key_mask.shape[1]
-        q_offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
-        return self.key_mask[:, None, None, :] & _band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
-
-
-def _window(causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """A sliding window of w tokens counts the token itself: w - 1 others to the left, and as many to the right when not causal."""
-    left = sliding_window - 1 if sliding_window else -1
-    return left, 0 if causal else left
-
-
-def _band(seqlen_q: int, seqlen_k: int, q_offset: int | torch.Tensor, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
-    """bool [Sq, Sk]: what causality and window let the queries see that start at key column q_offset."""
-    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(1) - q_offset
-    left, right = _window(causal, sliding_window)
-    band = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        band = band & (distance >= -left)
-    if right >= 0:
-        band = band & (distance <= right)
-    return band
-
-
-# --------------------------------------------------------------------------------------------------------------------------------- the mask
-
-
-def hf_flash2_mask(
-    batch_size: int,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable | None = None,
-    attention_mask: torch.Tensor | None = None,
-    cache_position: torch.Tensor | None = None,
-    **kwargs,
-) -> torch.Tensor | None:
-    """The mask function Transformers calls once per forward and kind of layer. No host synchronisation.
-
-    Args:
-        kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part.
-        q_length, q_offset: likewise for the queries (Transformers 5); 4.57 passes cache_position [q_length] instead.
-        mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
-        attention_mask: bool [B, keys seen so far], True = a real token; a mask of ours; or None.
-    Returns:
-        None when certainly nothing is padded; else one of the forms listed above `_ATTRIBUTE`.
-    """
-    if cache_position is not None:
-        q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
-    else:
-        device = kwargs.get("device", "cpu")
-    if isinstance(q_offset, torch.Tensor):
-        q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
-    pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
-    if attention_mask is not None and _holds_documents(attention_mask):
-        attached = getattr(attention_mask, _ATTRIBUTE, None)
-        if pattern.reason is None and isinstance(attached, _Sequences) and attached.causal == pattern.causal:
-            return attention_mask
-        numbers = attention_mask[:, 1].cumsum(1)
-        mask_function = _masking.and_masks(mask_function, _masking.packed_sequence_mask_function(numbers))
-        pattern, attention_mask = pattern._replace(documents=numbers), None
-    if pattern.reason is not None:
-        queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
-        mask = _masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
-            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
-            **queries, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )  # fmt: skip
-        return _attach(mask, pattern.reason)
-    if pattern.documents is not None:
-        numbers = pattern.documents.expand(batch_size, -1)
-        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-        real = torch.ones_like(starts)
-        return _attach(torch.stack((real, starts), 1).to(torch.uint8), _Sequences(real, 0, starts, pattern.causal))
-
-    # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
-    empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
-    if attention_mask is None and not empty_slots:
-        return None
-    if attention_mask is None:
-        key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    else:
-        key_mask = _real_keys(attention_mask, kv_length, kv_offset)
-    if not empty_slots:
-        return _attach(key_mask, _Sequences(key_mask, causal=pattern.causal))
-    column = torch.arange(kv_length, device=key_mask.device)
-    key_mask = key_mask & (column < q_offset + q_length)
-    mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
-    return _attach(mask, _Sequences(key_mask, q_offset, causal=pattern.causal))
-
-
-def _holds_documents(mask: torch.Tensor) -> bool:
-    return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
-
-
-def _attach(mask: torch.Tensor, attribute: _Sequences | str) -> torch.Tensor:
-    setattr(mask, _ATTRIBUTE, attribute)
-    return mask
-
-
-def _real_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
-    """bool [B, kv_length], a new tensor: the columns that the cache still holds, False where the mask ends before it.
-
-    `generate` prepares the masks of static caches ahead of the model, so this may be a mask of ours, with a second half.
-    """
-    if attention_mask.shape[1] != kv_length:
-        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1])).contiguous()
-
-
-class _Pattern(NamedTuple):
-    """What a mask function of Transformers means."""
-
-    reason: str | None = None  # why it is no plain pattern
-    causal: bool = True
-    documents: torch.Tensor | None = None  # [B or 1, S]: number of the document that each token belongs to
-
-
-def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
-    if mask_function is None:
-        return _Pattern()
-    if not torch.compiler.is_compiling():
-        return _read_mask_function(mask_function, kv_offset + kv_length, kwargs.get("config"))
-    # Dynamo does not show what an inner function closes over (before torch 2.13 not even its name); what the other arguments leave open
-    # goes to SDPA.
-    if mask_function is _masking.causal_mask_function:
-        return _Pattern()
-    if mask_function is getattr(_masking, "bidirectional_mask_function", None):  # absent in Transformers 4.57
-        return _Pattern(causal=False)
-    if kwargs.get("use_vmap"):
-        return _Pattern(_CUSTOM_PATTERN)
-    if attention_mask is None and q_length == kv_length:
-        return _Pattern(_MAYBE_DOCUMENTS)
-    sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
-    # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
-    # which no overlay concerns.
-    skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
-    if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
-        return _Pattern(_CUSTOM_PATTERN)
-    config_class = type(kwargs["config"])
-    if "allow_is_bidirectional_skip" in kwargs:
-        return _Pattern(causal=False) if _adds_the_token_itself(config_class) else _Pattern(_ONE_SHORT)
-    sees_all = kwargs["local_size"] >= kv_offset + kv_length
-    return _Pattern() if sees_all or _hands_on_its_window(config_class) else _Pattern(_UNSAID_WINDOW)
-
-
-def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
-    if getattr(mask_function, "__module__", None) != _masking.__name__:
-        return _Pattern(_CUSTOM_PATTERN)
-    closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
-    match mask_function.__qualname__.partition(".")[0]:
-        case "causal_mask_function":
-            return _Pattern()
-        case "bidirectional_mask_function":
-            return _Pattern(causal=False)
-        case "sliding_window_overlay":
-            sees_all = closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if sees_all or _hands_on_its_window(type(config)) else _Pattern(_UNSAID_WINDOW)
-        case "sliding_window_bidirectional_overlay":
-            sees_all = closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if sees_all or _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
-        case "and_masks":
-            parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
-            return _Pattern(
-                next((part.reason for part in parts if part.reason is not None), None),
-                any(part.causal for part in parts),
-                next((part.documents for part in parts if part.documents is not None), None),
-            )
-        case "remap_positions_for_packed_sequence":
-            return _read_mask_function(closed_over["mask_function"], keys_end, config)
-        case "packed_sequence_mask_function":
-            return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
-        case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
-            return _Pattern(causal=False)
-    return _Pattern(_CUSTOM_PATTERN)
-
-
-@torch.compiler.assume_constant_result
-def _adds_the_token_itself(config_class: type) -> bool:
-    """Whether the layers of these models give flash attention a bidirectional window as it counts one, with the token itself. The masks of
-    Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
-    say of a causal window.
-    """
-    return re.search(r"sliding_window \+ 1\b", _modeling_source(config_class)) is not None
-
-
-@torch.compiler.assume_constant_result
-def _hands_on_its_window(config_class: type) -> bool:
-    """Whether the layers of these models tell the attention function of their window. Those of PhiMoE and Qwen2-MoE do not: theirs is in
-    the mask alone. True where no layer's source is at hand."""
-    source = _modeling_source(config_class)
-    return "attention_interface(" not in source or re.search(_CALL_WITH_WINDOW, source) is not None
-
-
-def leaves_window_to_mask(config: Any) -> bool:
-    """Whether a model with this config has layers with a window that only the mask knows."""
-    return bool(getattr(config, "sliding_window", None)) and not _hands_on_its_window(type(config))
-
-
-_CALL = r"\battention_interface\((?:[^()]|\([^()]*\))*"  # up to any of its arguments
-_CALL_WITH_WINDOW = re.compile(_CALL + r"\bsliding_window=")
-
-
-def _modeling_source(config_class: type) -> str:
-    return _source(config_class.__module__.replace(".configuration_", ".modeling_"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------------- the attention
+from .notices import is_strict, notice, record, record_backend
+from .support import reason_unsupported
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
@@ -615,14 +43,13 @@ _HARMLESS = {
     "vision_feature_select_strategy",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "position_bias": "adds a bias to the attention scores",
     "head_mask": "masks heads",
     "indices": "selects keys",
     "block_indices": "selects keys",
 }
-
-
+_GIVEN_4D = "a 4-D attention mask was given"
 # These layers hand on the window of their model's encoder: their own masks have none, as they see all of the context.
 _WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention"}
 
@@ -662,7 +89,7 @@ def hf_flash2_attention(
     if cache is not None or "read_index" in kwargs:  # continuous batching
         if sliding_window is None and leaves_window_to_mask(module.config):
             raise ValueError(
-                f"{type(module).__name__} cannot run in continuous batching: {_UNSAID_WINDOW}, and there is none; "
+                f"{type(module).__name__} cannot run in continuous batching: {UNSAID_WINDOW}, and there is none; "
                 "use generate, or config.sliding_window=None if no sequence is longer than the window"
             )
         key, value = update_paged_cache(module, key, value, cache, kwargs)
@@ -728,15 +155,15 @@ def attend(
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
     sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
-    known = getattr(attention_mask, _ATTRIBUTE, None)
-    if isinstance(known, _Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
+    known = getattr(attention_mask, ATTRIBUTE, None)
+    if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
         options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
         options["deterministic"] = bool(kwargs.get("deterministic"))
         out = _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options)
-        _record_backend(module)
+        record_backend(module)
     else:
         _fall_back(module, reason, capped=bool(softcap))
         out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap)
@@ -746,28 +173,28 @@ def attend(
 
 
 def _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options: dict[str, Any]) -> torch.Tensor:
-    options |= {"causal": causal, "window_size": _window(causal, sliding_window)}
+    options |= {"causal": causal, "window_size": window_of(causal, sliding_window)}
     if documents is not None:
-        _record(module, "documents")
+        record(module, "documents")
         packed = (x.flatten(0, 1) for x in (q, k, v))
         return flash_attn_varlen_func(*packed, *documents, **options).unflatten(0, q.shape[:2])
     if sequences is not None:
-        _record(module, "padded")
+        record(module, "padded")
         padded = sequences.padded(q.shape[1], same_tokens=causal or bool(sliding_window))
         ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
         return flash_attn_ranges_func(q, k, v, *ranges, **options)
-    _record(module, "dense")
+    record(module, "dense")
     return flash_attn_func(q, k, v, **options)
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:
-    what = _UNSUPPORTED.get(name, "may change the result, and hf_flash2 does not know it")
+    what = UNSUPPORTED.get(name, "may change the result, and hf_flash2 does not know it")
     raise ValueError(
         f'{type(module).__name__} passes {name} to its attention, which {what}; use attn_implementation="eager" for this model'
     )
 
 
-def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _Documents | None, torch.Tensor | None]:
+def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Documents | None, torch.Tensor | None]:
     """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask)."""
     if attention_mask is None:
         documents = _given_documents(module, q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
@@ -780,14 +207,14 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
         documents = _given_documents(module, q, k, kwargs)
         if documents is None:
             return None, None, attention_mask
-        if getattr(attention_mask, _ATTRIBUTE, None) == _MAYBE_DOCUMENTS:
+        if getattr(attention_mask, ATTRIBUTE, None) == MAYBE_DOCUMENTS:
             return None, documents, None
         return None, None, _within_documents(attention_mask, documents, q.shape[:2], k.shape[:2])
-    if attention_mask.dim() != 2 and not _holds_documents(attention_mask):
+    if attention_mask.dim() != 2 and not holds_documents(attention_mask):
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
     if attention_mask.shape[0] != q.shape[0]:
         raise ValueError(f"attention_mask must have a row for each of the {q.shape[0]} of the batch, got {list(attention_mask.shape)}")
-    sequences = _Sequences.read(attention_mask, q.shape[1], k.shape[1])
+    sequences = Sequences.read(attention_mask, q.shape[1], k.shape[1])
     documents = _given_documents(module, q, k, kwargs)
     if sequences.starts is not None:
         return None, documents or sequences.documents(), None
@@ -802,7 +229,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[_Sequences | None, _D
     return sequences, None, None
 
 
-def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> _Documents | None:
+def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> Documents | None:
     cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
@@ -818,7 +245,7 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
                     "(CUDA_VISIBLE_DEVICES)"
                 )
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
-    return _Documents(
+    return Documents(
         cu_seqlens_q.to(torch.int32),
         cu_seqlens_k.to(torch.int32),
         q.shape[0] * q.shape[1] if max_seqlen_q is None else max_seqlen_q,
@@ -826,7 +253,7 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
     )
 
 
-def _within_documents(mask: torch.Tensor, documents: _Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:
+def _within_documents(mask: torch.Tensor, documents: Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:
     """A 4-D mask, bool or additive, that sees nothing of other documents; queries and keys are (B, S)."""
 
     def numbers(cu_seqlens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -837,13 +264,13 @@ def _within_documents(mask: torch.Tensor, documents: _Documents, queries: torch.
     same = number_q[:, None, :, None] == number_k[:, None, None, :]
     columns = mask[..., : keys[1]]
     within = columns & same if mask.dtype == torch.bool else columns.masked_fill(~same, float("-inf"))
-    return _attach(within, getattr(mask, _ATTRIBUTE, _GIVEN_4D))
+    return attach(within, getattr(mask, ATTRIBUTE, _GIVEN_4D))
 
 
 class _LookedAt(NamedTuple):
     """What position_ids held when the first layer of a forward looked at them."""
 
-    documents: _Documents | None
+    documents: Documents | None
     version: int | None  # torch's counter of changes in place, which tensors of torch.inference_mode do not have
     layers: WeakSet[torch.nn.Module]  # those of this forward so far; one that comes again is of another forward
 
@@ -851,9 +278,7 @@ class _LookedAt(NamedTuple):
 _positions = WeakTensorKeyDictionary()  # not on the tensor: it is the user's, who may save it
 
 
-def _restarting_documents(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None
-) -> _Documents | None:
+def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> Documents | None:
     """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
     if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.is_meta:
         return None
@@ -862,7 +287,7 @@ def _restarting_documents(
     version = None if position_ids.is_inference() else position_ids._version
     known: _LookedAt | None = _positions.get(position_ids)
     if known is None or known.version != version or module in known.layers:
-        known = _LookedAt(_Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
+        known = _LookedAt(Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
         _positions[position_ids] = known
     known.layers.add(module)
     return known.documents
@@ -901,14 +326,14 @@ def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:
 
 def _reason_for_sdpa(q: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor | None) -> str | None:
     if dense_mask is not None:
-        return getattr(dense_mask, _ATTRIBUTE, _GIVEN_4D)
+        return getattr(dense_mask, ATTRIBUTE, _GIVEN_4D)
     return reason_unsupported(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
 
 
 def _fall_back(module: torch.nn.Module, reason: str, capped: bool) -> None:
     if is_strict():
         raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
-    _record(module, "sdpa")
+    record(module, "sdpa")
     if not torch.compiler.is_compiling():
         ops.note_sdpa()
     instead = "operators of torch, as scaled_dot_product_attention caps no scores," if capped else "torch's scaled_dot_product_attention"
@@ -922,7 +347,7 @@ def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, s
     if sequences is not None:
         dense_mask = sequences.visible(q.shape[1], causal, sliding_window)
     elif dense_mask is None:
-        dense_mask = _band(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], causal, sliding_window, q.device)
+        dense_mask = band(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], causal, sliding_window, q.device)
     else:
         dense_mask = dense_mask[..., : k.shape[1]]
         dense_mask = dense_mask if dense_mask.dtype == torch.bool else dense_mask.to(q.dtype)
@@ -967,7 +392,7 @@ def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window
 
 def is_paged(cache: Any) -> bool:
     """Whether this is the cache of continuous batching, which is none of Transformers' usual ones."""
-    return cache is not None and not isinstance(cache, _transformers.Cache)
+    return cache is not None and not isinstance(cache, sys.modules["transformers"].Cache)
 
 
 def _decode_pages(
@@ -986,8 +411,8 @@ def _decode_pages(
     tokens = q.shape[1]
     lengths = (cu_seq_lens_k[1 : tokens + 1] - cu_seq_lens_k[:tokens] - 1).int()
     queries, keys, values = (x.to(k_cache.dtype).squeeze(0).unsqueeze(1) for x in (q, k, v))
-    options |= {"cache_seqlens": lengths, "block_table": block_table[:tokens], "window_size": _window(options["causal"], sliding_window)}
-    _record(module, "documents")
+    options |= {"cache_seqlens": lengths, "block_table": block_table[:tokens], "window_size": window_of(options["causal"], sliding_window)}
+    record(module, "documents")
     try:
         out = flash_attn_with_kvcache(queries, k_cache, v_cache, keys, values, **options)
     except ValueError as error:  # while continuous batching warms up, before it has generated anything
@@ -995,7 +420,7 @@ def _decode_pages(
             f"{type(module).__name__} cannot decode from pages: {error}; or use ContinuousBatchingConfig(max_blocks_per_request=0), "
             "which gathers them"
         ) from error
-    _record_backend(module)
+    record_backend(module)
     return out.squeeze(1).unsqueeze(0).to(q.dtype)
 
 

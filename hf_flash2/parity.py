@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from . import __version__, interface
+from . import __version__, notices
 from .ops import last_backend
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -192,8 +192,8 @@ def measure(model: str, dtype: torch.dtype, padding: str, device: str = "cpu", s
         return logits_and_gradients(instance, batch, cotangent)
 
     truth, eager = results(torch.float64, "sdpa"), results(dtype, "eager")
-    with interface.record_calls() as calls:
-        ours = results(dtype, interface.NAME)
+    with notices.record_calls() as calls:
+        ours = results(dtype, notices.NAME)
     errors = {name: compare(truth[name], eager[name], ours[name]) for name in truth}
     return Parity(
         model=model,

@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..interface import CALLS, Calls
+from ..notices import CALLS, Calls
 
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..interface import leaves_window_to_mask
+from ..masks import leaves_window_to_mask
 from .binding import LAYER
 
 CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since

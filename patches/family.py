@@ -7,7 +7,7 @@ from types import FunctionType, MethodType
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..interface import NAME
+from ..notices import NAME
 from .binding import replaced
 
 _ABSENT = object()

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import ops
-from ..interface import NAME, reason_model_unsupported
+from ..notices import NAME
+from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
 from .binding import LAYER, OwnConfig, bind, in_place_of, is_wrapped, own_configs, restore_configs, unbind
 from .contract import reason_loss_is_upstream, reason_not_packable

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput
 
 from .. import cross_entropy
-from ..interface import notice
+from ..notices import notice
 from .binding import by_name, upstream
 from .contract import CACHES
 from .packed import token_shape

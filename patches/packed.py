@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from .. import packing
-from ..interface import CALLS
+from ..notices import CALLS
 from .binding import by_name, upstream
 from .contract import CACHES, rope_parameters
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..interface import Calls
+from ..notices import Calls
 
 
 @dataclass

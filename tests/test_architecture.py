@@ -27,17 +27,32 @@ MAY_IMPORT = {
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
     "kvcache": {"functional", "ops", "kernels", "reference", "support"},
-    "interface": {"packing", "functional", "kvcache", "support", "native", "ops"},
+    "notices": {"ops"},
+    "masks": {"packing"},
+    "interface": {"masks", "notices", "packing", "functional", "kvcache", "support", "ops"},
+    "registration": {"interface", "masks", "notices", "functional", "kvcache"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_shared", "functional", "kvcache", "packing", "ops", "kernels", "native"},
-    "bench_train": {"bench_shared", "bench_profile", "interface", "native", "ops"},
+    "bench_train": {"bench_shared", "bench_profile", "notices", "native", "ops"},
     "bench_profile": {"bench_shared"},
     "bench_shared": {"__version__"},
-    "patches": {"interface", "functional", "packing", "ops", "rotary", "cross_entropy", "support", "patches"},
+    "patches": {
+        "registration",
+        "interface",
+        "masks",
+        "notices",
+        "functional",
+        "packing",
+        "ops",
+        "rotary",
+        "cross_entropy",
+        "support",
+        "patches",
+    },
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
 TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "cross_entropy", "functional", "kvcache"}
-KNOW_TRANSFORMERS = {"interface", "patches", "parity", "bench_train"}
+KNOW_TRANSFORMERS = {"registration", "interface", "masks", "patches", "parity", "bench_train"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).
 MAY_INCLUDE = {

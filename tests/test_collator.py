@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_flash2
-from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, interface
+from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, notices
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -222,7 +222,7 @@ def test_a_token_changes_its_own_document_and_no_other(collator, device):
     """Bit for bit, at every position of every document; and what follows in its own document does change."""
     model = tiny.model("llama", device=device, dtype=DTYPES[0])
     batch, owner = to(device, COLLATORS[collator](examples())), owners(collator).to(device)
-    with torch.no_grad(), interface.record_calls() as calls:
+    with torch.no_grad(), notices.record_calls() as calls:
         before = model(**batch).logits.flatten(0, 1)
     assert {route for layer in calls.values() for route in layer} == {"documents"}
     for number in owner.unique().tolist():  # the padding of rows is one too
@@ -284,7 +284,7 @@ def test_trainer(tmp_path):
     trainer = Trainer(model, arguments, data_collator=PackingCollator(WIDTH), train_dataset=dataset, eval_dataset=dataset)
     expected = one_by_one(model, lengths).item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
-    with interface.record_calls() as calls:
+    with notices.record_calls() as calls:
         trainer.train()
     assert {route for layer in calls.values() for route in layer} == {"documents"}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -16,7 +16,7 @@ from transformers import (
     masking_utils,
 )
 
-from hf_flash2 import interface
+from hf_flash2 import interface, masks, notices
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,7 +32,7 @@ def logits(model, **inputs) -> torch.Tensor:
 
 def routes(model, **inputs) -> set[str]:
     """Which ways the layers of one forward took."""
-    with interface.record_calls() as calls:
+    with notices.record_calls() as calls:
         logits(model, **inputs)
     return {route for layer in calls.values() for route in layer}
 
@@ -80,7 +80,7 @@ def test_a_bidirectional_window_that_layers_take_for_a_causal_one(padding, devic
     """T5Gemma's masks see 3 tokens to either side, its layers speak of 3 with the token itself. The masks are right."""
     ours, eager = tiny.twins("t5gemma", device, DTYPES[0])
     inputs = {"input_ids": tiny.tokens(device), "attention_mask": tiny.attention_mask(padding, device)}
-    with torch.no_grad(), interface.record_calls() as calls:
+    with torch.no_grad(), notices.record_calls() as calls:
         found, expected, truth = (model(**inputs).last_hidden_state for model in (ours, eager, tiny.eager_in_float32(eager)))
     real = tiny.real(inputs["attention_mask"], truth)
     tiny.assert_as_exact_as_eager(found[real], expected[real], truth[real])
@@ -146,7 +146,7 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant, device):
     plain = tiny.gradients(model, **inputs)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    with interface.record_calls() as calls:
+    with notices.record_calls() as calls:
         checkpointed = tiny.gradients(model, **inputs)
     assert all(layer == ["padded", "padded"] for layer in calls.values()), "each layer runs once more in the backward pass"
     for name, gradient in plain.items():
@@ -302,8 +302,8 @@ def test_a_mask_of_documents_that_is_asked_for_again(pattern, attached, device):
     if function is None:
         pytest.skip("this Transformers has no such mask")
     packed = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(numbers))
-    mask = interface.hf_flash2_mask(mask_function=packed, attention_mask=None, **described)
-    again = interface.hf_flash2_mask(mask_function=function, attention_mask=mask if attached else mask.clone(), **described)
+    mask = masks.hf_flash2_mask(mask_function=packed, attention_mask=None, **described)
+    again = masks.hf_flash2_mask(mask_function=function, attention_mask=mask if attached else mask.clone(), **described)
     q, k, v = (torch.randn(2, 8, 2, 16, device=device, dtype=DTYPES[0]) for _ in range(3))
     out = interface.attend(torch.nn.Module(), q, k, v, again, causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -448,7 +448,7 @@ def test_continuous_batching(family, device):
     ours, eager = tiny.twins(family, device, DTYPES[0])
     prompts = [tiny.tokens("cpu", 1, n, seed=n)[0].tolist() for n in (3, 9, 5)]
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with interface.record_calls() as calls:
+    with notices.record_calls() as calls:
         answers = ours.generate_batch(prompts, generation_config=GenerationConfig(eos_token_id=-1, **arguments), progress_bar=False)
     assert {route for layer in calls.values() for route in layer} == {"documents"}
     for name, prompt in zip(sorted(answers), prompts, strict=True):
@@ -552,13 +552,13 @@ def breaks(monkeypatch):
 
     def break_(what: str):
         if what == "mask":
-            monkeypatch.setitem(interface._masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "hf_flash2", lambda **_: None)
+            monkeypatch.setitem(masks.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "hf_flash2", lambda **_: None)
         elif what == "window":
-            monkeypatch.setattr(interface, "_window", lambda causal, window: (window, 0) if window else (-1, 0 if causal else -1))
+            monkeypatch.setattr(interface, "window_of", lambda causal, window: (window, 0) if window else (-1, 0 if causal else -1))
         elif what == "causal":
             attend = interface.attend
             monkeypatch.setattr(interface, "attend", lambda *args, causal, **kwargs: attend(*args, causal=False, **kwargs))
-            monkeypatch.setattr(interface._Sequences, "causal", property(lambda self: None, lambda self, value: None), raising=False)
+            monkeypatch.setattr(masks.Sequences, "causal", property(lambda self: None, lambda self, value: None), raising=False)
 
     return break_
 

@@ -10,7 +10,7 @@ from test_interface import documents, logits
 from tiny_models import BATCH, DTYPES, VERSION
 from transformers import StaticCache
 
-from hf_flash2 import interface
+import hf_flash2.notices
 
 pytestmark = pytest.mark.timeout(300)
 DTYPE = DTYPES[0]
@@ -26,7 +26,7 @@ def fresh_dynamo():
 @pytest.fixture
 def notices(caplog):
     """What hf_flash2 has logged so far in this test."""
-    interface._noticed.clear()
+    hf_flash2.notices._noticed.clear()
     return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
 
 

@@ -11,7 +11,7 @@ from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
 from transformers import masking_utils
 
 import hf_flash2
-from hf_flash2 import interface
+from hf_flash2 import interface, masks, packing
 
 pytestmark = pytest.mark.timeout(60)
 DTYPE = DTYPES[0]
@@ -65,7 +65,7 @@ def assert_close(found, wanted, rows=None) -> None:
 @pytest.fixture
 def notices(caplog):
     """What hf_flash2 has logged so far in this test."""
-    interface._noticed.clear()
+    hf_flash2.notices._noticed.clear()
     return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
 
 
@@ -97,7 +97,7 @@ def test_a_mask_of_ours_knows_its_causality_better(device):
     """Moonshine says is_causal=False whenever there is a mask."""
     given = tiny.attention_mask("right", device).bool()
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
     q, k, v = qkv(device)
     wanted = expected(q, k, v, causal_band(device=device) & given[:, None, None, :])
     assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted, given)
@@ -108,7 +108,7 @@ def test_a_mask_of_documents_knows_it_too(first, device):
     """Without a cache, Transformers looks for documents in position_ids: mostly there is one, and then no mask is left."""
     number = (torch.arange(SEQLEN, device=device) >= first).int().unsqueeze(0)
     mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(number))
-    mask = interface.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
+    mask = masks.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
     q, k, v = qkv(device)
     wanted = expected(q, k, v, causal_band(device=device) & (number[:, None, :, None] == number[:, None, None, :]))
     assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted)
@@ -328,10 +328,10 @@ def test_a_static_cache(q_length, q_offset, padding, lost, device):
     slots = SEQLEN + 6
     given = tiny.attention_mask(padding, device)
     arguments = mask_arguments(device, q_length, q_offset, kv_length=slots, mask_function=masking_utils.causal_mask_function)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
     if lost:
         mask = WithoutAttribute(mask)
-        assert not hasattr(mask, interface._ATTRIBUTE)
+        assert not hasattr(mask, masks.ATTRIBUTE)
     q, k, v = qkv(device, seqlen_q=q_length, seqlen_k=slots)
     visible = F.pad(causal_band(SEQLEN, device=device)[q_offset:], (0, 6)).expand(BATCH, 1, -1, -1)
     rows = torch.ones(BATCH, q_length, dtype=torch.bool, device=device)
@@ -344,7 +344,7 @@ def test_the_offset_of_a_static_cache_may_change_after_the_mask_is_made(device):
     """Its layers count it up in place before the first of them attends."""
     offset = torch.tensor(2, device=device)
     arguments = {"batch_size": BATCH, "q_length": 3, "q_offset": offset, "kv_length": 9, "device": device}
-    mask = interface.hf_flash2_mask(**arguments, mask_function=masking_utils.causal_mask_function)
+    mask = masks.hf_flash2_mask(**arguments, mask_function=masking_utils.causal_mask_function)
     offset += 3
     q, k, v = qkv(device, seqlen_q=3, seqlen_k=9)
     visible = torch.ones(3, 9, dtype=torch.bool, device=device).tril(2)
@@ -355,7 +355,7 @@ def test_a_step_that_says_it_is_not_causal_sees_no_empty_slots(device):
     """As Moonshine does for single tokens; the mask has been moved, so that only its columns are left."""
     given = tiny.attention_mask("left", device).bool()
     arguments = mask_arguments(device, 1, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = WithoutAttribute(interface.hf_flash2_mask(**arguments, attention_mask=given))
+    mask = WithoutAttribute(masks.hf_flash2_mask(**arguments, attention_mask=given))
     q, k, v = qkv(device, seqlen_q=1)
     wanted = expected(q, k[:, :, :8], v[:, :, :8], given[:, None, None, :8])
     assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted)
@@ -365,8 +365,8 @@ def test_a_mask_of_ours_may_come_back_to_the_mask_function(device):
     """`generate` makes the mask of a static cache ahead of the model, which makes it again from what it is given, as bool."""
     given = tiny.attention_mask("right", device).bool()
     arguments = mask_arguments(device, 2, SEQLEN - 2, kv_length=SEQLEN + 3, mask_function=masking_utils.causal_mask_function)
-    once = interface.hf_flash2_mask(**arguments, attention_mask=given)
-    twice = interface.hf_flash2_mask(**arguments, attention_mask=WithoutAttribute(once).bool())
+    once = masks.hf_flash2_mask(**arguments, attention_mask=given)
+    twice = masks.hf_flash2_mask(**arguments, attention_mask=WithoutAttribute(once).bool())
     assert torch.equal(once, twice)
 
 
@@ -377,7 +377,7 @@ def test_a_sliding_cache_takes_the_columns_it_still_holds(lost, device):
     arguments = mask_arguments(
         device, 2, SEQLEN - 2, kv_length=6, kv_offset=SEQLEN - 6, mask_function=masking_utils.sliding_window_causal_mask_function(5)
     )
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
     assert torch.equal(mask, given[:, -6:])
     visible = causal_band(2, 6, device) & causal_band(2, 6, device).flip(0, 1) & given[:, None, None, -6:]
     found = attention(Layer(), q, k, v, WithoutAttribute(mask) if lost else mask, sliding_window=5)
@@ -387,16 +387,16 @@ def test_a_sliding_cache_takes_the_columns_it_still_holds(lost, device):
 def test_no_mask_when_nothing_is_padded(device):
     for mask_function in (masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(3), None):
         arguments = {"batch_size": BATCH, "q_length": 4, "q_offset": 3, "kv_length": 7, "device": device}
-        assert interface.hf_flash2_mask(**arguments, mask_function=mask_function) is None
-        assert interface.hf_flash2_mask(**arguments | {"kv_length": 5, "kv_offset": 2}, mask_function=mask_function) is None
+        assert masks.hf_flash2_mask(**arguments, mask_function=mask_function) is None
+        assert masks.hf_flash2_mask(**arguments | {"kv_length": 5, "kv_offset": 2}, mask_function=mask_function) is None
 
 
 def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):
     given = tiny.attention_mask("left", device).bool()
     before = given.clone()
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
-    assert torch.equal(given, before) and not hasattr(given, interface._ATTRIBUTE)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
+    assert torch.equal(given, before) and not hasattr(given, masks.ATTRIBUTE)
     mask.zero_()
     assert torch.equal(given, before)
 
@@ -404,17 +404,17 @@ def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):
 def test_nothing_of_a_compiled_graph_stays_on_a_mask_made_before(device):
     given = tiny.attention_mask("left", device).bool()
     arguments = mask_arguments(device, 1, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=given)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
     q, k, v = qkv(device, seqlen_q=1)
     layer = Layer()
     compiled = torch.compile(lambda: attention(layer, q, k, v, mask), backend="eager", fullgraph=True)()
-    assert getattr(mask, interface._ATTRIBUTE)._derived == {}
+    assert getattr(mask, masks.ATTRIBUTE)._derived == {}
     assert_close(compiled, attention(layer, q, k, v, mask))
 
 
 def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=tiny.attention_mask("left", device).bool())
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=tiny.attention_mask("left", device).bool())
     q, k, v = qkv(device, seqlen_k=SEQLEN - 2)
     with pytest.raises(ValueError, match="describes 12 keys, but the layer has 10"):
         attention(Layer(), q, k, v, mask)
@@ -422,8 +422,8 @@ def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
 
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     made = []
-    padded_batch = interface.packing.padded_batch
-    monkeypatch.setattr(interface.packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
+    padded_batch = packing.padded_batch
+    monkeypatch.setattr(packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
     model = tiny.model("llama", device=device, dtype=DTYPE, num_hidden_layers=4)
     with torch.no_grad():
         model(input_ids=tiny.tokens(device), attention_mask=tiny.attention_mask("left", device))
@@ -454,7 +454,7 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
     given = tiny.attention_mask(padding, device)
     flags = {"use_vmap": True} if VERSION >= (5, 0) else {}
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, allow_is_causal_skip=False, **flags)
-    mask = interface.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=None if given is None else given.bool())
     index = torch.arange(SEQLEN, device=device)
     visible = torch.stack([
         torch.stack([torch.stack([mask_function(b, 0, row, column) for column in index]) for row in index]) for b in index[:BATCH]
@@ -485,14 +485,14 @@ def test_patterns_while_compiling(overlay, device, monkeypatch):
     )
     arguments |= mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.sliding_window_causal_mask_function(5))
     given = tiny.attention_mask("left", device).bool()
-    mask = interface.hf_flash2_mask(attention_mask=given, **arguments | OVERLAYS_WHILE_COMPILING[overlay])
+    mask = masks.hf_flash2_mask(attention_mask=given, **arguments | OVERLAYS_WHILE_COMPILING[overlay])
     assert mask.dim() == (2 if overlay == "sliding window" else 4)
 
 
 def test_one_chunk_is_plainly_causal(device):
     mask_function = masking_utils.chunked_causal_mask_function(SEQLEN, torch.zeros(BATCH, dtype=torch.int64))
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
-    assert interface.hf_flash2_mask(**arguments) is None
+    assert masks.hf_flash2_mask(**arguments) is None
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
@@ -541,15 +541,15 @@ def test_a_mask_of_another_rank_is_refused(device):
 
 @pytest.mark.parametrize(("value", "strict"), [("0", False), ("false", False), ("", False), ("1", True), ("True", True)])
 def test_strict_by_the_environment(value, strict, monkeypatch):
-    monkeypatch.setattr(interface, "_strict", None)
+    monkeypatch.setattr(hf_flash2.notices, "_strict", None)
     monkeypatch.setenv("HF_FLASH2_STRICT", value)
-    assert interface.is_strict() is strict
+    assert hf_flash2.notices.is_strict() is strict
     hf_flash2.set_strict(not strict)
-    assert interface.is_strict() is not strict
+    assert hf_flash2.notices.is_strict() is not strict
 
 
 def test_strict_is_yes_or_no(monkeypatch):
-    monkeypatch.setattr(interface, "_strict", None)
+    monkeypatch.setattr(hf_flash2.notices, "_strict", None)
     monkeypatch.setenv("HF_FLASH2_STRICT", "sometimes")
     with pytest.raises(ValueError, match="HF_FLASH2_STRICT must be 0 or 1, got 'sometimes'"):
         tiny.model("llama")
@@ -605,8 +605,8 @@ def test_queries_are_the_last_keys_on_sdpa_too(device):
 
 def test_positions_are_looked_at_once_for_all_layers(device, monkeypatch):
     looked = []
-    find = interface.packing.documents_from_position_ids
-    monkeypatch.setattr(interface.packing, "documents_from_position_ids", lambda ids: looked.append(1) or find(ids))
+    find = packing.documents_from_position_ids
+    monkeypatch.setattr(packing, "documents_from_position_ids", lambda ids: looked.append(1) or find(ids))
     q, k, v = qkv(device, batch=1)
     position_ids = torch.arange(5, device=device).repeat(3)[None, :SEQLEN]
     number = torch.arange(SEQLEN, device=device) // 5
@@ -726,10 +726,10 @@ def test_documents_travel_in_the_mask(lost, device):
     number[1] = 0
     separate = masking_utils.packed_sequence_mask_function(number)
     mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, separate)
-    mask = interface.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
+    mask = masks.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function))
     q, k, v = qkv(device)
     visible = causal_band(device=device) & (number[:, None, :, None] == number[:, None, None, :])
-    with interface.record_calls() as calls:
+    with hf_flash2.notices.record_calls() as calls:
         found = attention(layer := Layer(), q, k, v, WithoutAttribute(mask) if lost else mask)
     assert_close(found, expected(q, k, v, visible))
     assert calls[layer] == ["documents"]

@@ -16,7 +16,7 @@ from tiny_models import VERSION
 from transformers import LlamaForCausalLM
 
 import hf_flash2
-from hf_flash2 import interface
+from hf_flash2 import notices, registration
 
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,9 +52,9 @@ def test_first_call_of_a_fresh_process(order, way, checkpoint):
         {IMPORTS[order]}
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
-        from hf_flash2 import interface
+        from hf_flash2 import notices
         {WAYS[way].format(folder=str(checkpoint))}
-        with interface.record_calls() as calls:
+        with notices.record_calls() as calls:
             model.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[0, 1, 1]]), max_new_tokens=2, do_sample=False)
         print(model.config._attn_implementation, len(calls), {{route for layer in calls.values() for route in layer}})
     """
@@ -91,8 +91,8 @@ def test_the_name_is_not_saved(checkpoint):
 def test_registering_twice_wraps_once():
     utils = transformers.modeling_flash_attention_utils
     before = (utils._lazy_imports, transformers.PreTrainedModel.get_correct_attn_implementation)
-    interface.register()
-    interface._wrap(utils, "_lazy_imports", interface._admitting)
+    registration.register()
+    registration._wrap(utils, "_lazy_imports", registration._admitting)
     assert before == (utils._lazy_imports, transformers.PreTrainedModel.get_correct_attn_implementation)
 
 
@@ -112,15 +112,15 @@ def test_the_import_hook_gives_our_functions_in_the_form_this_version_takes():
 
 
 def test_a_missing_target_is_explained_when_the_name_is_used(monkeypatch):
-    monkeypatch.setattr(interface, "_problems", [])
-    interface._wrap(types.SimpleNamespace(__name__="somewhere"), "_lazy_imports", interface._admitting)
-    assert "somewhere._lazy_imports" in interface._problems[0]
+    monkeypatch.setattr(registration, "_problems", [])
+    registration._wrap(types.SimpleNamespace(__name__="somewhere"), "_lazy_imports", registration._admitting)
+    assert "somewhere._lazy_imports" in registration._problems[0]
 
     def refuses(self, implementation):
         raise ValueError("not a kernel of the hub")
 
     with pytest.raises(ValueError, match="not fully registered: transformers .* has no somewhere._lazy_imports"):
-        interface._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
+        registration._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
 
 
 def test_other_implementations_are_left_alone():
@@ -202,7 +202,7 @@ def test_trl_learns_our_name_when_it_is_loaded(monkeypatch):
 def test_switching_back_and_forth():
     model = tiny.model("llama", "eager")
     inputs = {"input_ids": tiny.tokens()}
-    with interface.record_calls() as calls, torch.no_grad():
+    with notices.record_calls() as calls, torch.no_grad():
         model(**inputs)
         assert not calls
         model.set_attn_implementation("hf_flash2")

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_flash2
-from hf_flash2 import interface, kernels
+from hf_flash2 import kernels, notices
 
 PADDINGS = (*small_models.PADDINGS, "empty row")
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -373,7 +373,7 @@ def test_a_second_derivative_is_refused():
 
 
 def test_labels_that_are_left_out_and_counted_are_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(interface, "_noticed", set())
+    monkeypatch.setattr(notices, "_noticed", set())
     _, model, _ = twins("llama")
     inputs = batch("right")
     labels = small_models.labels(inputs)

@@ -359,7 +359,7 @@ class TestWholeClass:
         PATCHES[family].apply()
         eager, model = small_models.twins(family)  # eager by name: that choice is respected
         model.set_attn_implementation("hf_flash2")
-        with hf_flash2.interface.record_calls() as calls:
+        with hf_flash2.notices.record_calls() as calls:
             expected, found = logits(eager), logits(model)
         real = small_models.key_mask("left").bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-3)

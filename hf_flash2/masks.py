@@ -1,0 +1,328 @@
+"""Where the sequences of a forward are: the mask function of `attn_implementation="hf_flash2"`, and what the layers read from its masks.
+
+`hf_flash2_mask`, called once per forward, turns the model's 2-D mask and the pattern that Transformers asks for into a tensor that every
+layer understands. `Sequences` is what is in it. A pattern that is none of ours becomes a dense mask, with the reason, for SDPA.
+"""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import packing
+
+masking_utils: ModuleType | None = None  # of Transformers: registration.py finds it
+
+# -------------------------------------------------------------------------------------------------------------------------------- sequences
+
+# What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
+# copy and save it:
+#   bool  [B, Sk]         True = a real key; the queries are the last columns
+#   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
+#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document
+#   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
+# An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again. A model may hand
+# its mask to a decoder that asks for one again: then Transformers makes bool of two dimensions, which the first two forms survive.
+ATTRIBUTE = "_hf_flash2"
+MAYBE_DOCUMENTS = (
+    "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
+    "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+)
+_CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
+_ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
+UNSAID_WINDOW = "its layers leave their sliding window to the mask"
+
+
+class Documents(NamedTuple):
+    """Packed documents, in the order `flash_attn_varlen_func` takes them."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def same(cls, found: tuple[torch.Tensor, int] | None) -> "Documents | None":
+        """Queries and keys are the same tokens: cu_seqlens and the longest length."""
+        return None if found is None else cls(found[0], found[0], found[1], found[1])
+
+
+class Sequences:
+    """The sequences of one forward, as one mask describes them, with what was derived from them so far."""
+
+    def __init__(
+        self,
+        key_mask: torch.Tensor,
+        q_offset: int | torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        causal: bool | None = None,
+    ):
+        self.key_mask = key_mask  # bool [B, Sk]
+        self.q_offset = q_offset  # key column of the first query; None = Sk - Sq
+        self.starts = starts  # bool [B, Sk], first tokens of documents, or None
+        self.causal = causal  # what the mask function was told; None = not known
+        self._derived: dict[Any, Any] = {}
+
+    @classmethod
+    def read(cls, mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> "Sequences":
+        """From a mask of ours, or a 2-D one that a model hands on as the user gave it."""
+        attached = getattr(mask, ATTRIBUTE, None)
+        if isinstance(attached, cls):
+            if attached.key_mask.shape[1] != seqlen_k:
+                raise ValueError(
+                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; a decoder with a "
+                    'cache needs config.is_decoder=True; if it is one, use attn_implementation="sdpa"'
+                )
+            return attached
+        if holds_documents(mask):
+            return cls(mask[:, 0].bool(), 0, mask[:, 1].bool())
+        width = mask.shape[1]
+        if mask.dtype == torch.uint8 and width == 2 * seqlen_k:
+            planes = mask.unflatten(1, (2, seqlen_k)).bool()
+            return cls(planes[:, 0], planes[0, 1].sum())
+        if width >= seqlen_k:  # a sliding cache holds the last columns
+            return cls(mask[:, width - seqlen_k :].bool())
+        return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
+
+    def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
+        """same_tokens: queries and keys are the same tokens and their positions matter, as they do when causal or under a window."""
+        return self._once(
+            ("padded", seqlen_q, same_tokens), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens)
+        )
+
+    def documents(self) -> Documents | None:
+        """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
+        return self._once("documents", lambda: Documents.same(packing.documents_from_starts(self.starts)))
+
+    def has_padding(self) -> bool:
+        """Synchronises with the host, once per forward."""
+        return self._once("padding", lambda: not bool(self.key_mask.all()))
+
+    def _once(self, key: Any, derive: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
+            return derive()
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
+
+    def visible(self, seqlen_q: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
+        """bool [B, 1, Sq, Sk]: the same sequences as a dense mask."""
+        seqlen_k = self.key_mask.shape[1]
+        q_offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
+        return self.key_mask[:, None, None, :] & band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
+
+
+def window_of(causal: bool, sliding_window: int | None) -> tuple[int, int]:
+    """A sliding window of w tokens counts the token itself: w - 1 others to the left, and as many to the right when not causal."""
+    left = sliding_window - 1 if sliding_window else -1
+    return left, 0 if causal else left
+
+
+def band(seqlen_q: int, seqlen_k: int, q_offset: int | torch.Tensor, causal: bool, sliding_window: int | None, device) -> torch.Tensor:
+    """bool [Sq, Sk]: what causality and window let the queries see that start at key column q_offset."""
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(1) - q_offset
+    left, right = window_of(causal, sliding_window)
+    inside = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        inside = inside & (distance >= -left)
+    if right >= 0:
+        inside = inside & (distance <= right)
+    return inside
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- the mask
+
+
+def hf_flash2_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cache_position: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask function Transformers calls once per forward and kind of layer. No host synchronisation.
+
+    Args:
+        kv_length, kv_offset: keys kv_offset .. kv_offset + kv_length of the sequences take part.
+        q_length, q_offset: likewise for the queries (Transformers 5); 4.57 passes cache_position [q_length] instead.
+        mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
+        attention_mask: bool [B, keys seen so far], True = a real token; a mask of ours; or None.
+    Returns:
+        None when certainly nothing is padded; else one of the forms listed above `ATTRIBUTE`.
+    """
+    if cache_position is not None:
+        q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
+    else:
+        device = kwargs.get("device", "cpu")
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
+    pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
+    if attention_mask is not None and holds_documents(attention_mask):
+        attached = getattr(attention_mask, ATTRIBUTE, None)
+        if pattern.reason is None and isinstance(attached, Sequences) and attached.causal == pattern.causal:
+            return attention_mask
+        numbers = attention_mask[:, 1].cumsum(1)
+        mask_function = masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(numbers))
+        pattern, attention_mask = pattern._replace(documents=numbers), None
+    if pattern.reason is not None:
+        queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
+        mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            **queries, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )  # fmt: skip
+        return attach(mask, pattern.reason)
+    if pattern.documents is not None:
+        numbers = pattern.documents.expand(batch_size, -1)
+        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+        real = torch.ones_like(starts)
+        return attach(torch.stack((real, starts), 1).to(torch.uint8), Sequences(real, 0, starts, pattern.causal))
+
+    # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
+    empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
+    if attention_mask is None and not empty_slots:
+        return None
+    if attention_mask is None:
+        key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    else:
+        key_mask = _real_keys(attention_mask, kv_length, kv_offset)
+    if not empty_slots:
+        return attach(key_mask, Sequences(key_mask, causal=pattern.causal))
+    column = torch.arange(kv_length, device=key_mask.device)
+    key_mask = key_mask & (column < q_offset + q_length)
+    mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
+    return attach(mask, Sequences(key_mask, q_offset, causal=pattern.causal))
+
+
+def holds_documents(mask: torch.Tensor) -> bool:
+    return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
+
+
+def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
+    setattr(mask, ATTRIBUTE, attribute)
+    return mask
+
+
+def _real_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
+    """bool [B, kv_length], a new tensor: the columns that the cache still holds, False where the mask ends before it.
+
+    `generate` prepares the masks of static caches ahead of the model, so this may be a mask of ours, with a second half.
+    """
+    if attention_mask.shape[1] != kv_length:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1])).contiguous()
+
+
+class _Pattern(NamedTuple):
+    """What a mask function of Transformers means."""
+
+    reason: str | None = None  # why it is no plain pattern
+    causal: bool = True
+    documents: torch.Tensor | None = None  # [B or 1, S]: number of the document that each token belongs to
+
+
+def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
+    if mask_function is None:
+        return _Pattern()
+    if not torch.compiler.is_compiling():
+        return _read_mask_function(mask_function, kv_offset + kv_length, kwargs.get("config"))
+    # Dynamo does not show what an inner function closes over (before torch 2.13 not even its name); what the other arguments leave open
+    # goes to SDPA.
+    if mask_function is masking_utils.causal_mask_function:
+        return _Pattern()
+    if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):  # absent in Transformers 4.57
+        return _Pattern(causal=False)
+    if kwargs.get("use_vmap"):
+        return _Pattern(_CUSTOM_PATTERN)
+    if attention_mask is None and q_length == kv_length:
+        return _Pattern(MAYBE_DOCUMENTS)
+    sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
+    # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
+    # which no overlay concerns.
+    skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
+    if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
+        return _Pattern(_CUSTOM_PATTERN)
+    config_class = type(kwargs["config"])
+    if "allow_is_bidirectional_skip" in kwargs:
+        return _Pattern(causal=False) if _adds_the_token_itself(config_class) else _Pattern(_ONE_SHORT)
+    sees_all = kwargs["local_size"] >= kv_offset + kv_length
+    return _Pattern() if sees_all or _hands_on_its_window(config_class) else _Pattern(UNSAID_WINDOW)
+
+
+def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        return _Pattern(_CUSTOM_PATTERN)
+    closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
+    match mask_function.__qualname__.partition(".")[0]:
+        case "causal_mask_function":
+            return _Pattern()
+        case "bidirectional_mask_function":
+            return _Pattern(causal=False)
+        case "sliding_window_overlay":
+            sees_all = closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if sees_all or _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
+        case "sliding_window_bidirectional_overlay":
+            sees_all = closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if sees_all or _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
+        case "and_masks":
+            parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
+            return _Pattern(
+                next((part.reason for part in parts if part.reason is not None), None),
+                any(part.causal for part in parts),
+                next((part.documents for part in parts if part.documents is not None), None),
+            )
+        case "remap_positions_for_packed_sequence":
+            return _read_mask_function(closed_over["mask_function"], keys_end, config)
+        case "packed_sequence_mask_function":
+            return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
+        case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
+            return _Pattern(causal=False)
+    return _Pattern(_CUSTOM_PATTERN)
+
+
+@torch.compiler.assume_constant_result
+def _adds_the_token_itself(config_class: type) -> bool:
+    """Whether the layers of these models give flash attention a bidirectional window as it counts one, with the token itself. The masks of
+    Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
+    say of a causal window.
+    """
+    return re.search(r"sliding_window \+ 1\b", _modeling_source(config_class)) is not None
+
+
+@torch.compiler.assume_constant_result
+def _hands_on_its_window(config_class: type) -> bool:
+    """Whether the layers of these models tell the attention function of their window. Those of PhiMoE and Qwen2-MoE do not: theirs is in
+    the mask alone. True where no layer's source is at hand."""
+    source = _modeling_source(config_class)
+    return "attention_interface(" not in source or re.search(_CALL_WITH_WINDOW, source) is not None
+
+
+def leaves_window_to_mask(config: Any) -> bool:
+    """Whether a model with this config has layers with a window that only the mask knows."""
+    return bool(getattr(config, "sliding_window", None)) and not _hands_on_its_window(type(config))
+
+
+CALL_OF_INTERFACE = r"\battention_interface\((?:[^()]|\([^()]*\))*"  # up to any of its arguments
+_CALL_WITH_WINDOW = re.compile(CALL_OF_INTERFACE + r"\bsliding_window=")
+
+
+def _modeling_source(config_class: type) -> str:
+    return source_of(config_class.__module__.replace(".configuration_", ".modeling_"))
+
+
+@functools.cache
+def source_of(module_name: str) -> str:
+    """The source of a loaded module, or nothing where it cannot be read."""
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return ""
