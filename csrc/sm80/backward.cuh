@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
     float ds[kMTiles][kNTiles][4] = {};
     multiply<T, kHeadDim / 16>(ds, RowsOfA<kHeadDim>(sdO + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sV, warp_column), 0);
     if (kExtras && forward.dropout_p > 0.f) {
-      // P and dS are as large as they are times the keep probability: see preprocess.cuh.
+      // p is P by the keep probability already, and delta times it: preprocess.cuh.
       float kept[kMTiles][kNTiles][4];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)

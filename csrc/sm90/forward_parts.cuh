@@ -42,7 +42,8 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
   // Dropout: in one size of tiles, but d 64. PERF: one H200, d 64 causal at 512, 1k, 2k, 4k, TFLOP/s, small and large tiles 231 284 337 360, 188
-  // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300.
+  // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300. Tried and left: d 64 with two warpgroups of 240 registers,
+  // which draw early, 128 and 64 keys a block, full at 1k, 4k, 16k: 364 415 417 -> 345 386 381, 323 356 347.
   static constexpr bool kHasDropout = kHeadDim == 64 || kSize == (kHeadDim < 256 ? TileSize::kLarge : TileSize::kSmall);
   // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: late -> early, one H200, full
   // and causal at 4k: d 128 500 496 -> 543 536, d 96 480 421 -> 472 455, d 192 572 552 -> 636 588, d 64 404 382 -> 395 370, d 256 599 589 -> 590
