@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from hf_flash2 import bench_attention as bench
-from hf_flash2 import cli, kernels, native, ops
+from hf_flash2 import bench_points, bench_providers, cli, kernels, native, ops
 from hf_flash2.bench_shared import ragged_lengths, read_csv, write_csv
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,12 +42,12 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def points_of(shapes: str, *argv: str) -> list[bench.Point]:
-    return list(bench.SHAPES[shapes].points(parse(*argv)))
+def points_of(shapes: str, *argv: str) -> list[bench_points.Point]:
+    return list(bench_points.SHAPES[shapes].points(parse(*argv)))
 
 
-def dense_point(mode="fwd", head_dim=128, causal=False, seqlen=1024, batch=16, heads=16) -> bench.Point:
-    return bench.Point("papers", mode, "bf16", head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+def dense_point(mode="fwd", head_dim=128, causal=False, seqlen=1024, batch=16, heads=16) -> bench_points.Point:
+    return bench_points.Point("papers", mode, "bf16", head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------ points
@@ -130,13 +130,13 @@ def test_latent_attention_has_fewer_columns_of_v(mode, columns):
 
 @pytest.mark.parametrize(("left", "lengths"), ((3, (10,)), (20, (10,)), (3, (10, 2)), (0, (7,))))
 def test_flops_of_a_window_are_its_visible_area(left, lengths):
-    point = bench.Point("window", "fwd", "bf16", 16, True, 10, lengths, 2, 2, window=left)
+    point = bench_points.Point("window", "fwd", "bf16", 16, True, 10, lengths, 2, 2, window=left)
     visible = sum(1 for n in lengths for i in range(n) for j in range(n) if i - left <= j <= i)
     assert point.tflop == pytest.approx(4 * 2 * 16 * visible / 1e12)
 
 
 def test_padding_is_no_work():
-    ragged = bench.Point("ragged", "fwd", "bf16", 64, True, 1024, (1024, 100), 8, 8)
+    ragged = bench_points.Point("ragged", "fwd", "bf16", 64, True, 1024, (1024, 100), 8, 8)
     assert ragged.tflop == pytest.approx(0.5 * 4 * 8 * 64 * (1024**2 + 100**2) / 1e12)
 
 
@@ -159,28 +159,28 @@ def test_an_impossible_fill_is_refused_before_anything_is_timed(fill, capsys):
 # --------------------------------------------------------------------------------------------------------------------------- providers
 
 SMALL = {
-    "dense": bench.Point("papers", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4),
-    "full": bench.Point("papers", "bwd", "bf16", 32, False, 64, (64, 64), 4, 4),
-    "gqa": bench.Point("gqa", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2),
-    "window": bench.Point("window", "bwd", "bf16", 32, True, 64, (64,), 4, 4, window=9),
-    "decode": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=1),
-    "decode, mask": bench.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=5),
-    "ragged": bench.Point("ragged", "bwd", "bf16", 32, True, 64, (64, 21, 1), 4, 4),
-    "mla": bench.Point("mla", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, head_dim_v=16),
-    "ragged full": bench.Point("ragged", "bwd", "bf16", 32, False, 64, (64, 21, 1), 4, 4),
+    "dense": bench_points.Point("papers", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4),
+    "full": bench_points.Point("papers", "bwd", "bf16", 32, False, 64, (64, 64), 4, 4),
+    "gqa": bench_points.Point("gqa", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2),
+    "window": bench_points.Point("window", "bwd", "bf16", 32, True, 64, (64,), 4, 4, window=9),
+    "decode": bench_points.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=1),
+    "decode, mask": bench_points.Point("decode", "bwd", "bf16", 32, True, 64, (64, 64), 4, 2, queries=5),
+    "ragged": bench_points.Point("ragged", "bwd", "bf16", 32, True, 64, (64, 21, 1), 4, 4),
+    "mla": bench_points.Point("mla", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, head_dim_v=16),
+    "ragged full": bench_points.Point("ragged", "bwd", "bf16", 32, False, 64, (64, 21, 1), 4, 4),
 }
 
 
-def providers() -> list[bench.Provider]:
+def providers() -> list[bench_providers.Provider]:
     families = native.families(torch.cuda.current_device()) if torch.cuda.is_available() else ["reference"]
-    return bench.all_providers(families, with_eager=True, with_deterministic=True)
+    return bench_providers.all_providers(families, with_eager=True, with_deterministic=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_provider_computes_the_same(name, device, monkeypatch):
     """Output of the real tokens and gradients, against float32 with the mask written out. On a CPU, SDPA runs its math backend."""
     point = SMALL[name]
-    problem = bench.Problem(point, device)
+    problem = bench_providers.Problem(point, device)
     q, k, v = (x.detach().float().requires_grad_() for x in problem.qkv)
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(point.heads // point.heads_k, 2)) * point.head_dim**-0.5
     i, j = torch.arange(64 - q.shape[1], 64, device=device)[:, None], torch.arange(64, device=device)
@@ -195,10 +195,10 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
     for provider in providers():
         if not provider.takes(point):
             continue
-        if device.type == "cpu" and provider.name.startswith(bench.SDPA):
+        if device.type == "cpu" and provider.name.startswith(bench_providers.SDPA):
             function = provider.prepare.func
-            provider = bench.Provider(provider.name, lambda p, f=function: f(SDPBackend.MATH, p), provider.kinds)
-        elif device.type == "cpu" and provider.name == bench.VARLEN:
+            provider = bench_providers.Provider(provider.name, lambda p, f=function: f(SDPBackend.MATH, p), provider.kinds)
+        elif device.type == "cpu" and provider.name == bench_providers.VARLEN:
             continue
         try:
             with bench.forced(provider.family if device.type == "cuda" else None):
@@ -213,30 +213,34 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
             real = problem.real[:, -exact.shape[1] :]
             torch.testing.assert_close(ours.float() if packed else ours.float()[real], exact[real], atol=0.05, rtol=0.05)
         compared.append(provider.name)
-    assert len([name for name in compared if name.startswith(bench.OURS)]) >= 1 + (point.kind == "ragged")
-    assert bench.EAGER in compared and any(name.startswith(bench.SDPA) for name in compared)
+    assert len([name for name in compared if name.startswith(bench_providers.OURS)]) >= 1 + (point.kind == "ragged")
+    assert bench_providers.EAGER in compared and any(name.startswith(bench_providers.SDPA) for name in compared)
 
 
 def test_every_provider_drops(device, monkeypatch):
     """With values of 1, out is the probability that was kept, by what was to be kept: 1 in the mean, and not everywhere."""
-    point = bench.Point("dropout", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, dropout=0.3)
-    problem = bench.Problem(point, device)
+    point = bench_points.Point("dropout", "bwd", "bf16", 32, True, 64, (64, 64), 4, 4, dropout=0.3)
+    problem = bench_providers.Problem(point, device)
     problem.qkv[2].data.fill_(1)
     dropped = []
     for provider in providers():
         if not provider.takes(point):
             continue
-        if device.type == "cpu" and provider.name.startswith(bench.SDPA):
-            provider = bench.Provider(provider.name, lambda p, f=provider.prepare.func: f(SDPBackend.MATH, p), provider.kinds)
+        if device.type == "cpu" and provider.name.startswith(bench_providers.SDPA):
+            provider = bench_providers.Provider(provider.name, lambda p, f=provider.prepare.func: f(SDPBackend.MATH, p), provider.kinds)
         with bench.forced(provider.family if device.type == "cuda" else None):
             out = provider.prepare(problem).attend().float()
         assert out.mean().item() == pytest.approx(1, abs=0.05) and out.std() > 0.1, provider.name
         dropped.append(provider.name)
-    assert {*dropped} >= {"sdpa flash", "sdpa cudnn", bench.EAGER} and any(name.startswith(bench.OURS) for name in dropped)
+    assert {*dropped} >= {"sdpa flash", "sdpa cudnn", bench_providers.EAGER} and any(
+        name.startswith(bench_providers.OURS) for name in dropped
+    )
 
 
 def test_rivals_and_baselines_take_what_they_are_for():
-    named = {provider.name: provider for provider in bench.all_providers(["sm80", "sm90"], with_eager=False, with_deterministic=True)}
+    named = {
+        provider.name: provider for provider in bench_providers.all_providers(["sm80", "sm90"], with_eager=False, with_deterministic=True)
+    }
     taken = {name: {kind for kind, point in SMALL.items() if provider.takes(point)} for name, provider in named.items()}
     dense, ragged = {"dense", "full", "gqa", "mla"}, {"ragged", "ragged full"}
     assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "decode", "decode, mask"}
@@ -246,19 +250,19 @@ def test_rivals_and_baselines_take_what_they_are_for():
     assert not named["hf_flash2 sm90 deterministic"].takes(dataclasses.replace(SMALL["dense"], mode="fwd"))
     assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}
     assert taken["sdpa efficient, mask"] == taken["sdpa cudnn, mask"] == ragged | {"window", "decode, mask"}
-    only_ours = bench.Point("window", "fwd", "bf16", 32, True, 64, (64,), 4, 4, only_ours=True)
+    only_ours = bench_points.Point("window", "fwd", "bf16", 32, True, 64, (64,), 4, 4, only_ours=True)
     assert [name for name, provider in named.items() if provider.takes(only_ours)] == ["hf_flash2 sm80", "hf_flash2 sm90"]
 
 
 def test_deterministic_backwards_are_asked_for(monkeypatch):
     asked = []
-    attend = bench.flash_attn_func
+    attend = bench_providers.flash_attn_func
     monkeypatch.setattr(
-        bench, "flash_attn_func", lambda *args, **options: asked.append(options["deterministic"]) or attend(*args, **options)
+        bench_providers, "flash_attn_func", lambda *args, **options: asked.append(options["deterministic"]) or attend(*args, **options)
     )
-    for provider in bench.all_providers(["reference"], with_eager=False, with_deterministic=True):
-        if provider.name.startswith(bench.OURS) and provider.takes(SMALL["dense"]):
-            provider.prepare(bench.Problem(SMALL["dense"], torch.device("cpu"))).attend()
+    for provider in bench_providers.all_providers(["reference"], with_eager=False, with_deterministic=True):
+        if provider.name.startswith(bench_providers.OURS) and provider.takes(SMALL["dense"]):
+            provider.prepare(bench_providers.Problem(SMALL["dense"], torch.device("cpu"))).attend()
     assert asked == [False, True]
 
 
@@ -274,20 +278,20 @@ def test_both_signatures_of_varlen_attn(signature, monkeypatch):
         calls.append((tuple(q.shape), cu_q.tolist(), max_q, is_causal))
 
     monkeypatch.setattr(varlen, "varlen_attn", with_window if signature == "window_size" else with_causal)
-    bench.torch_varlen(bench.Problem(SMALL["ragged"], torch.device("cpu"))).attend()
+    bench_providers.torch_varlen(bench_providers.Problem(SMALL["ragged"], torch.device("cpu"))).attend()
     assert calls == [((86, 4, 32), [0, 64, 85, 86], 64, (-1, 0) if signature == "window_size" else True)]
     if signature == "window_size":
-        bench.torch_varlen(bench.Problem(SMALL["window"], torch.device("cpu"))).attend()
+        bench_providers.torch_varlen(bench_providers.Problem(SMALL["window"], torch.device("cpu"))).attend()
         assert calls[1][-1] == (9, 0)
     else:
         with pytest.raises(ValueError, match="no window"):
-            bench.torch_varlen(bench.Problem(SMALL["window"], torch.device("cpu")))
+            bench_providers.torch_varlen(bench_providers.Problem(SMALL["window"], torch.device("cpu")))
 
 
 @pytest.mark.parametrize("and_more", (False, True), ids=("out", "out, lse"))
 def test_flash_attention_4_is_timed_where_it_is_installed(and_more, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not
-    assert bench.FA4 not in {provider.name for provider in bench.all_providers([], with_eager=False)}
+    assert bench_providers.FA4 not in {provider.name for provider in bench_providers.all_providers([], with_eager=False)}
     packages = {name: types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
     for name, module in packages.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -298,11 +302,11 @@ def test_flash_attention_4_is_timed_where_it_is_installed(and_more, monkeypatch)
         return (v, None) if and_more else v
 
     packages["flash_attn.cute.interface"].flash_attn_func = flash_attn_func
-    (fa4,) = (provider for provider in bench.all_providers([], with_eager=False) if provider.name == bench.FA4)
+    (fa4,) = (provider for provider in bench_providers.all_providers([], with_eager=False) if provider.name == bench_providers.FA4)
     assert {point.kind for point in SMALL.values() if fa4.takes(point)} == {"dense"}
-    problem = bench.Problem(SMALL["dense"], torch.device("cpu"))
+    problem = bench_providers.Problem(SMALL["dense"], torch.device("cpu"))
     assert fa4.prepare(problem).attend() is problem.qkv[2] and calls == [problem.point.causal]
-    (ours, *_) = bench.rows_of(problem.point, {"hf_flash2 sm90": [2.0], "sdpa cudnn": [3.0], bench.FA4: [1.0]})
+    (ours, *_) = bench.rows_of(problem.point, {"hf_flash2 sm90": [2.0], "sdpa cudnn": [3.0], bench_providers.FA4: [1.0]})
     assert ours.percent_of_best_rival == pytest.approx(50)
 
 
@@ -317,18 +321,18 @@ def few_calls(monkeypatch):
     monkeypatch.setattr(bench, "release_memory", lambda device: None)  # it goes through all objects of the test process, at every point
 
 
-def measure(point: bench.Point, providers: list[bench.Provider]) -> dict[str, list[float]]:
+def measure(point: bench_points.Point, providers: list[bench_providers.Provider]) -> dict[str, list[float]]:
     return bench.measure([point], providers, torch.device("cpu"), FakeClock())[point]
 
 
-def dense_provider(name: str, attend=None, family=None) -> bench.Provider:
+def dense_provider(name: str, attend=None, family=None) -> bench_providers.Provider:
     """Our dense attention under a name; or a function in the place of its call."""
 
     def prepare(problem):
-        work = bench.dense(problem)
+        work = bench_providers.dense(problem)
         return work if attend is None else work._replace(attend=attend)
 
-    return bench.Provider(name, prepare, ("dense",), family)
+    return bench_providers.Provider(name, prepare, ("dense",), family)
 
 
 def test_providers_take_turns(few_calls):
@@ -349,9 +353,11 @@ def test_points_take_turns_with_their_baseline(few_calls):
             queued.append(call())
             return super().queue(call)
 
-    provider = bench.Provider("ours", lambda problem: bench.Work(lambda: problem.point, (), problem.dout), ("dense", "window"), "sm90")
+    provider = bench_providers.Provider(
+        "ours", lambda problem: bench_providers.Work(lambda: problem.point, (), problem.dout), ("dense", "window"), "sm90"
+    )
     assert bench.benchmark(args, [provider], torch.device("cpu"), Recording()) == 0
-    points = list(bench.window(args))
+    points = list(bench_points.window(args))
     assert [point.window for point in points] == [None, 8, 24] * 2
     assert queued == points[:3] * (1 + bench.MIN_ROUNDS) + points[3:] * (1 + bench.MIN_ROUNDS)
 
@@ -387,12 +393,12 @@ def test_a_family_that_gives_way_is_left_out(few_calls, capsys, monkeypatch, ran
     original = kernels.Layout.backward
 
     def prepare(problem):
-        work = bench.dense(problem)
+        work = bench_providers.dense(problem)
         inputs = tuple(x.detach().requires_grad_() for x in work.inputs)
         inputs[0].register_hook(lambda _: kernels.Layout.backward() and None)
-        return work._replace(attend=lambda: bench.flash_attn_func(*inputs, causal=True), inputs=inputs)
+        return work._replace(attend=lambda: bench_providers.flash_attn_func(*inputs, causal=True), inputs=inputs)
 
-    times = measure(SMALL["dense"], [bench.Provider("hopper", prepare, ("dense",), "sm90")])
+    times = measure(SMALL["dense"], [bench_providers.Provider("hopper", prepare, ("dense",), "sm90")])
     assert list(times) == (["hopper"] if ran == "sm90" else [])
     assert ("HF_FLASH2_FAMILY=sm90 gave way to sm80" in capsys.readouterr().err) == (ran == "sm80")
     assert kernels.Layout.backward is original
@@ -431,10 +437,10 @@ def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
 
     def provider(name, library):
         def prepare(problem):
-            work = bench.dense(problem)
+            work = bench_providers.dense(problem)
             return work._replace(attend=lambda: called.append((name, native.library())) or work.attend())
 
-        return bench.Provider(name, prepare, ("dense",), library=library)
+        return bench_providers.Provider(name, prepare, ("dense",), library=library)
 
     point = dataclasses.replace(SMALL["dense"], mode="fwd")
     measure(point, [provider("now", None), provider("before", other)])
@@ -450,7 +456,7 @@ def test_other_builds_stand_in_the_place_of_the_rivals(few_calls, monkeypatch):
     monkeypatch.setattr(native, "forward_family", lambda index, asked: asked or 90)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
-    found = bench.builds([("before", object())], with_deterministic=True)
+    found = bench_providers.builds([("before", object())], with_deterministic=True)
     kinds = ["sm90", "sm90 padded", "sm90 packed", "sm90 paged", "sm90 deterministic"]
     assert [provider.name for provider in found] == [f"{build} {kind}" for build in ("hf_flash2", "before") for kind in kinds]
     assert [provider.library is None for provider in found] == [True] * 5 + [False] * 5
@@ -491,32 +497,34 @@ def test_the_command_takes_other_builds(monkeypatch, capsys):
 )
 def test_builds_that_cannot_be_told_apart_or_loaded(paths, reason):
     with pytest.raises((ValueError, native.NotAvailableError), match=reason):
-        bench.other_builds([Path(path) for path in paths])
+        bench_providers.other_builds([Path(path) for path in paths])
 
 
 def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkeypatch):
     """Everything but the clock, on shapes that a CPU can do."""
     small = ["--seqlen", "32", "64", "--tokens", "128", "--hidden-size", "64", "--head-dim", "16", "--window", "8", "24", "--causal", "yes"]
-    args = parse("--shapes", *bench.SHAPES, "--mode", "bwd", *small, "--csv", str(tmp_path / "b.csv"), "--plot", str(tmp_path / "b.png"))
+    args = parse(
+        "--shapes", *bench_points.SHAPES, "--mode", "bwd", *small, "--csv", str(tmp_path / "b.csv"), "--plot", str(tmp_path / "b.png")
+    )
     plots = []
     monkeypatch.setattr(bench, "plot", lambda path, rows, environment: plots.append((path.name, {row.shapes for row in rows})))
     families = ["reference"]  # any value: the reference backend does not read it
-    assert bench.benchmark(args, bench.all_providers(families, False), torch.device("cpu"), FakeClock()) == 0
+    assert bench.benchmark(args, bench_providers.all_providers(families, False), torch.device("cpu"), FakeClock()) == 0
     with (tmp_path / "b.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert {line["shapes"] for line in lines} == set(bench.SHAPES)
+    assert {line["shapes"] for line in lines} == set(bench_points.SHAPES)
     ours = {f"hf_flash2 reference{kind}" for kind in ("", *KINDS)}
     assert {line["provider"] for line in lines} >= ours | {"sdpa flash"}
     compared = {line["shapes"] for line in lines if line["percent_of_baseline"]}
     assert compared == {"gqa", "ragged", "window", "dropout"}
-    assert plots == [(f"b-{name}.png", {name}) for name in bench.SHAPES]
+    assert plots == [(f"b-{name}.png", {name}) for name in bench_points.SHAPES]
     assert "% of dense batch of equal work" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------------- statistics and output
 
 
-def measured(point: bench.Point) -> list[bench.Row]:
+def measured(point: bench_points.Point) -> list[bench.Row]:
     times = {"hf_flash2 sm80": [1.0, 2.0, 3.0], "sdpa flash": [2.0, 4.0, 6.0], "sdpa cudnn": [1.0, 1.0, 1.0], "eager": [0.1, 0.1, 0.1]}
     return bench.rows_of(point, times)
 
@@ -560,10 +568,10 @@ def test_csv_and_table(tmp_path):
 
 def test_columns_stand_apart():
     point = points_of("papers", "--head-dim", "64", "--seqlen", "512")[0]
-    providers = [provider.name for provider in bench.our_kernels(bench.OURS, "sm90", with_deterministic=True)]
+    providers = [provider.name for provider in bench_providers.our_kernels(bench_providers.OURS, "sm90", with_deterministic=True)]
     assert "hf_flash2 sm90 deterministic" in providers
     line = bench.format_line(point, measured(point), providers)
-    for shapes in bench.SHAPES.values():
+    for shapes in bench_points.SHAPES.values():
         header = bench.format_header(providers, shapes)
         for name in providers:
             end = header.index(f"  {name}  ") + 2 + len(name)
@@ -638,11 +646,11 @@ def test_decode_is_shown_in_gigabytes_per_second():
     assert dense.rate(2.0) == dense.tflops
 
 
-@pytest.mark.parametrize("shapes", bench.SHAPES)
+@pytest.mark.parametrize("shapes", bench_points.SHAPES)
 def test_plot(tmp_path, shapes):
     pytest.importorskip("matplotlib")
-    providers = bench.all_providers(["sm80", "sm90"], with_eager=False)
-    rows: dict[bench.Point | None, list[bench.Row]] = {}
+    providers = bench_providers.all_providers(["sm80", "sm90"], with_eager=False)
+    rows: dict[bench_points.Point | None, list[bench.Row]] = {}
     for point in points_of(shapes, "--mode", "fwd"):
         times = {provider.name: [1.0, 2.0] for provider in providers if provider.takes(point)}
         rows[point] = bench.rows_of(point, times, rows.get(point.baseline, []))
@@ -687,7 +695,7 @@ def test_it_times_every_provider(tmp_path, capsys):
         "--causal",
         "yes",
     ]
-    assert cli.main(["bench", "attention", "--shapes", *bench.SHAPES, *small, "--csv", str(tmp_path / "b.csv")]) == 0
+    assert cli.main(["bench", "attention", "--shapes", *bench_points.SHAPES, *small, "--csv", str(tmp_path / "b.csv")]) == 0
     with (tmp_path / "b.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {line["provider"] for line in lines} >= {
@@ -698,6 +706,6 @@ def test_it_times_every_provider(tmp_path, capsys):
         "sdpa flash",
         "eager",
     }
-    assert {line["shapes"] for line in lines} == set(bench.SHAPES)
+    assert {line["shapes"] for line in lines} == set(bench_points.SHAPES)
     assert all(float(line["ms"]) > 0 for line in lines)
     assert "ours, % of best rival" in capsys.readouterr().out

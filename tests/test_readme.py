@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_flash2 import bench_attention, bench_train
+from hf_flash2 import bench_attention, bench_providers, bench_train
 from hf_flash2.bench_shared import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,7 @@ def test_beside_flash_attention_4():
     measured, ahead = [], {"fwd": [], "bwd": []}
     for mode, head_dim, causal in itertools.product(("fwd", "bwd"), (64, 128), (False, True)):
         points = [(mode, head_dim, causal, seqlen) for seqlen in (1024, 4096, 16384)]
-        percent = [100 * tflops[(*point, "hf_flash2 sm90")] / tflops[(*point, bench_attention.FA4)] for point in points]
+        percent = [100 * tflops[(*point, "hf_flash2 sm90")] / tflops[(*point, bench_providers.FA4)] for point in points]
         ahead[mode] += [value - 100 for value in percent]
         words = [{"fwd": "forward", "bwd": "backward"}[mode], str(head_dim), "causal" if causal else "full"]
         measured.append([*words, *(f"{value:.0f}" for value in percent)])
