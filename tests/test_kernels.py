@@ -367,6 +367,34 @@ def test_dropout_repeats_under_manual_seed_and_not_without(family, device):
     assert not torch.equal(first[0], flash_attn_func(q[:1], k[:1], v[:1])[0])
 
 
+@pytest.mark.gpu
+def test_dropout_draws_anew_at_every_replay_of_a_cuda_graph(family, device):
+    """Forward and backward of one replay share a mask: with equal scores and v = dout = identity, dv shows the transposed out."""
+    size = 64
+    q, k = _uniform(1, size, size, 2, size, device)
+    v, dout = _identity(1, size, 2, size, device).requires_grad_(), _identity(1, size, 2, size, device)
+
+    def step():
+        out = flash_attn_func(q, k, v, dropout_p=0.5)
+        return out.detach(), torch.autograd.grad(out, v, dout)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # for the inputs
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, dv = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append(out != 0)
+        assert torch.equal(masks[-1], dv.permute(0, 3, 2, 1) != 0)
+        assert 0.4 < masks[-1].float().mean() < 0.6
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_dropout_under_checkpointing(use_reentrant, family, device):
     """The forward that checkpointing runs again draws the same mask."""
