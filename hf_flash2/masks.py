@@ -204,10 +204,12 @@ def hf_flash2_mask(
 
 
 def holds_documents(mask: torch.Tensor) -> bool:
+    """Whether it is the third of the forms listed above `ATTRIBUTE`."""
     return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
 
 
 def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
+    """The mask, with what it says as Sequences, or why it is for SDPA."""
     setattr(mask, ATTRIBUTE, attribute)
     return mask
 

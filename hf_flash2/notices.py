@@ -61,6 +61,7 @@ def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
 
 
 def record(module: torch.nn.Module, route: str) -> None:
+    """An attention layer has taken this route. Not under torch.compile."""
     if torch.compiler.is_compiling():
         return
     if _calls is not None:
@@ -71,6 +72,7 @@ def record(module: torch.nn.Module, route: str) -> None:
 
 
 def record_backend(module: torch.nn.Module) -> None:
+    """The op has run for this attention layer: on which backend. Not under torch.compile."""
     if torch.compiler.is_compiling():  # first: older compilers cannot trace what follows
         return
     calls: Calls | None = vars(module).get(CALLS)
