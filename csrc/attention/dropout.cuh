@@ -55,6 +55,16 @@ struct DropoutBits {
       }
     }
   }
+
+  // Calls f(m, n, c) for every element that is dropped.
+  template <typename F>
+  __device__ __forceinline__ void for_each_dropped(const DropoutRate& rate, const F& f) const {
+    for_each_pair(rate.threshold, [&](int m, int n, int half, uint32_t below) {
+      if (rate.keeps_few) below = ~below;
+      if (below & 1) f(m, n, half * 2);
+      if (below >> 31) f(m, n, half * 2 + 1);
+    });
+  }
 };
 
 // kDraws: there is dropout.

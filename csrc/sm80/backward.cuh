@@ -154,20 +154,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
       // p is P by the keep probability already, and delta times it: preprocess.cuh.
       float kept[kMTiles][kNTiles][4];
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) kept[m][n][c] = p[m][n][c];
+      for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&kept[0][0][0])[i] = (&p[0][0][0])[i];
       const Dropout<true> dropout(forward.rng_state);
-      const DropoutRate rate = DropoutRate::of(forward.dropout_p);
       const auto bits = dropout.draw<kMTiles, kNTiles>(batch * forward.heads_q + head_k * group + head_in_group, row_begin + warp_row,
                                                        key_begin + warp_column);
-      bits.for_each_pair(rate.threshold, [&](int m, int n, int half, uint32_t below) {
-        if (rate.keeps_few) below = ~below;
-        if (below & 1) kept[m][n][half * 2] = ds[m][n][half * 2] = 0.f;
-        if (below >> 31) kept[m][n][half * 2 + 1] = ds[m][n][half * 2 + 1] = 0.f;
-      });
+      bits.for_each_dropped(DropoutRate::of(forward.dropout_p), [&](int m, int n, int c) { kept[m][n][c] = ds[m][n][c] = 0.f; });
       write_accumulators<T, kBlockN>(sP, kept, warp_row, warp_column);
     } else {
       write_accumulators<T, kBlockN>(sP, p, warp_row, warp_column);

@@ -122,13 +122,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
       scale_rows(out, rescale);
     }
     if (kExtras && params.dropout_p > 0.f) {
-      const Dropout<true> dropout(params.rng_state);
+      const Dropout<true> dropout(params.rng_state);  // in every block anew: kept, it would cost registers that spill
       const auto bits = dropout.draw<kMTiles, kNTiles>(batch * params.heads_q + head, row_begin + warp_row, key_begin);
-      bits.for_each_pair(rate.threshold, [&](int m, int n, int half, uint32_t below) {
-        if (rate.keeps_few) below = ~below;
-        if (below & 1) scores[m][n][half * 2] = 0.f;
-        if (below >> 31) scores[m][n][half * 2 + 1] = 0.f;
-      });
+      bits.for_each_dropped(rate, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
     }
     multiply_probabilities<T>(out, scores, RowsOfB<kHeadDim>(sV + stage, 0));
   }

@@ -161,7 +161,6 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   const uint32_t keys = shared.k() + consumer * (64 * 128), values = shared.v() + consumer * (64 * 128);  // this consumer's rows of a panel
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN + consumer * 64);
   const float scale_log2 = Shape::kCapped ? arguments.cap.log2 : params.forward.softmax_scale * kLog2e;
-
   const Dropout<Shape::kDropout, true> dropout(params.forward.rng_state);
 
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
