@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,13 @@ def providers() -> list[bench_providers.Provider]:
     return bench_providers.all_providers(families, with_eager=True, with_deterministic=True)
 
 
+def runnable(provider: bench_providers.Provider, device: torch.device) -> bench_providers.Provider:
+    """The provider; on a CPU, SDPA's with the math backend."""
+    if device.type == "cuda" or not provider.name.startswith(bench_providers.SDPA):
+        return provider
+    return bench_providers.Provider(provider.name, partial(provider.prepare.func, SDPBackend.MATH), provider.kinds)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_every_provider_computes_the_same(name, device, monkeypatch):
     """Output of the real tokens and gradients, against float32 with the mask written out. On a CPU, SDPA runs its math backend."""
@@ -195,10 +203,8 @@ def test_every_provider_computes_the_same(name, device, monkeypatch):
     for provider in providers():
         if not provider.takes(point):
             continue
-        if device.type == "cpu" and provider.name.startswith(bench_providers.SDPA):
-            function = provider.prepare.func
-            provider = bench_providers.Provider(provider.name, lambda p, f=function: f(SDPBackend.MATH, p), provider.kinds)
-        elif device.type == "cpu" and provider.name == bench_providers.VARLEN:
+        provider = runnable(provider, device)
+        if device.type == "cpu" and provider.name == bench_providers.VARLEN:
             continue
         try:
             with bench.forced(provider.family if device.type == "cuda" else None):
@@ -226,8 +232,7 @@ def test_every_provider_drops(device, monkeypatch):
     for provider in providers():
         if not provider.takes(point):
             continue
-        if device.type == "cpu" and provider.name.startswith(bench_providers.SDPA):
-            provider = bench_providers.Provider(provider.name, lambda p, f=provider.prepare.func: f(SDPBackend.MATH, p), provider.kinds)
+        provider = runnable(provider, device)
         with bench.forced(provider.family if device.type == "cuda" else None):
             out = provider.prepare(problem).attend().float()
         assert out.mean().item() == pytest.approx(1, abs=0.05) and out.std() > 0.1, provider.name

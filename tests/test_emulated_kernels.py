@@ -23,8 +23,8 @@ from test_kernels import (
     check_one_key_outweighs_all,
     check_windows_beyond_every_length,
     compare,
+    kept_by_next_call,
     large_scores,
-    peek_rng_state,
 )
 
 from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, kernels, last_backend, native, ops
@@ -79,7 +79,7 @@ def check(actual: dict, sample: Sample, keep: torch.Tensor | None = None, with_d
 @pytest.mark.parametrize(("family", "case"), problems(), ids=lambda value: value.id if isinstance(value, Case) else value)
 def test_forward_and_backward(family, case, emulate):
     sample = Sample(case, torch.bfloat16, CPU)
-    keep = sample.dropout_keep(peek_rng_state(CPU, seed=7)) if case.dropout_p else None
+    keep = kept_by_next_call(sample)
     order = zlib.crc32(case.id.encode())
     check(emulate(family, sample, seed=order % 5, resident=1 + order % 3), sample, keep)
 
@@ -111,7 +111,7 @@ def test_tiles_of_smaller_gpus(head_dim, device, emulate):
 def test_half_precision_and_gradient_of_lse(family, form, head_dim, dropout_p, emulate):
     case = Case("half", head_dim, lengths_q=(70, 70), form=form, padding="left", causal=True, dropout_p=dropout_p)
     sample = Sample(case, torch.float16, CPU)
-    keep = sample.dropout_keep(peek_rng_state(CPU, seed=7)) if dropout_p else None
+    keep = kept_by_next_call(sample)
     check(emulate(family, sample, with_dlse=True), sample, keep, with_dlse=True)
 
 

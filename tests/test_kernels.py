@@ -84,6 +84,11 @@ def peek_rng_state(device: torch.device, seed: int) -> torch.Tensor:
     return rng_state
 
 
+def kept_by_next_call(sample: Sample) -> torch.Tensor | None:
+    """The dropout mask of the next call, for which it seeds the generator, or None where the case has none."""
+    return sample.dropout_keep(peek_rng_state(sample.device, seed=7)) if sample.case.dropout_p else None
+
+
 def admitted(family: str, sample: Sample, monkeypatch) -> str:
     """The family that runs a sample: the forced one, or, after it refused what is beyond it, the one that the library chooses."""
     if family != "sm90" or not sample.case.beyond_hopper:
@@ -98,7 +103,7 @@ def admitted(family: str, sample: Sample, monkeypatch) -> str:
 def test_forward_and_backward(case, dtype, family, device, backward_families, record_errors, monkeypatch):
     sample = Sample(case, dtype, device)
     family = admitted(family, sample, monkeypatch)
-    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    keep = kept_by_next_call(sample)
     actual = sample.actual()
     assert_ran_on(family, backward_families)
     record_errors(compare(actual, sample.expected(torch.float64, keep), sample.expected(dtype, keep), dtype, sample.sum_sizes()))
@@ -119,7 +124,7 @@ def test_forward_and_backward(case, dtype, family, device, backward_families, re
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_gradient_of_lse(case, dtype, family, device, record_errors):
     sample = Sample(case, dtype, device)
-    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    keep = kept_by_next_call(sample)
     truth, eager = sample.expected(torch.float64, keep, with_dlse=True), sample.expected(dtype, keep, with_dlse=True)
     record_errors(compare(sample.actual(with_dlse=True), truth, eager, dtype, sample.sum_sizes()))
 
@@ -243,7 +248,7 @@ def test_the_rule_notices(name, family, device, monkeypatch):
     case, overrides = BROKEN[name]
     sample = Sample(case, torch.bfloat16, device)
     admitted(family, sample, monkeypatch)
-    keep = sample.dropout_keep(peek_rng_state(device, seed=7)) if case.dropout_p else None
+    keep = kept_by_next_call(sample)
     truth, eager = sample.expected(torch.float64, keep), sample.expected(torch.bfloat16, keep)
     compare(sample.actual(), truth, eager, torch.bfloat16, sample.sum_sizes())
     peek_rng_state(device, seed=7)
