@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import ops, packing
+from . import context_parallel, ops, packing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
 from .masks import (
@@ -139,7 +139,8 @@ def attend(
             and pages (block_table with k_cache, v_cache, cu_seq_lens_k), what changes the result and has no kernel is refused, the rest is
             ignored.
     Returns:
-        out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast).
+        out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast). Inside torch's `context_parallel` all
+        tensors are of this process's part of each sequence.
     """
     pages = None
     if kwargs.get("block_table") is not None:
@@ -154,14 +155,24 @@ def attend(
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
-    sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
     known = getattr(attention_mask, ATTRIBUTE, None)
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
+    options["deterministic"] = bool(kwargs.get("deterministic"))
+    shards = context_parallel.active()
+    if shards is not None:
+        options |= {"causal": causal, "window_size": window_of(causal, sliding_window)}
+        out = _attend_shards(module, shards, q, k, v, attention_mask, kwargs, options)
+        return out if out.dtype == q_dtype or _autocasts(out.device.type) else out.to(q_dtype)
+    if not torch.compiler.is_compiling() and context_parallel.was_cut(kwargs.get("position_ids")):
+        raise ValueError(
+            f"{type(module).__name__} was given parts of sequences outside of context_parallel, where the others cannot be reached; "
+            "backward belongs inside, too, as layers with gradient checkpointing run again in it"
+        )
+    sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
-        options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
-        options["deterministic"] = bool(kwargs.get("deterministic"))
         out = _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options)
         record_backend(module)
     else:
@@ -185,6 +196,38 @@ def _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, o
         return flash_attn_ranges_func(q, k, v, *ranges, **options)
     record(module, "dense")
     return flash_attn_func(q, k, v, **options)
+
+
+@torch.compiler.disable  # positions are looked at, and collectives are over a group that no graph knows of
+def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_mask, kwargs: dict, options: dict[str, Any]) -> torch.Tensor:
+    _check_shards(module, shards, q, v, attention_mask, kwargs)
+    record(module, "context parallel")
+    out = context_parallel.attention(shards, q, k, v, **options)
+    record_backend(module)
+    return out
+
+
+def _check_shards(module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
+    """Refuse what attention of sequences that several processes share does not do. Synchronises with the host, once per forward."""
+    position_ids = kwargs.get("position_ids")
+    checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
+    if checkable:
+        context_parallel.verify_positions(shards, position_ids)
+    reason = _reason_for_sdpa(q, v, None)
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+        reason = "cu_seq_lens_q and cu_seq_lens_k say that there are several in a row"
+    elif attention_mask is None or (checkable and holds_documents(attention_mask)):
+        pass  # Transformers takes positions that jump, as from one chunk to the next, for those of several documents
+    elif holds_documents(attention_mask):
+        reason = "position_ids look as if there were several in a row; if not, pass an attention_mask of ones, cut as they are"
+    elif attention_mask.dim() != 2:
+        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
+    elif Sequences.read(attention_mask, q.shape[1], q.shape[1]).has_padding():
+        reason = "attention_mask has padding; behind the end of a causal row it needs no mask, as no real token sees it: leave the mask out"
+    if reason is not None:
+        raise ValueError(
+            f"{type(module).__name__} cannot run under context parallelism, where each row has to be one whole sequence: {reason}"
+        )
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:

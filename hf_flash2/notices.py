@@ -51,7 +51,8 @@ class Calls(Counter[str]):
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
-    """Collect, per attention module, the route of each call: "dense", "padded", "documents" or "sdpa". Not under torch.compile."""
+    """Collect, per attention module, the route of each call: "dense", "padded", "documents", "context parallel" or "sdpa". Not under
+    torch.compile."""
     global _calls
     outer, _calls = _calls, {}
     try:

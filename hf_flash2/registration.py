@@ -47,6 +47,7 @@ def register() -> None:
     _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _gated)
     _wrap(PreTrainedModel, "get_correct_attn_implementation", _gated)
     _join_trl()
+    _join_trainer()
 
 
 def registration_state() -> dict[str, Any]:
@@ -122,6 +123,7 @@ def _gated(method: Any) -> Any:
             return method(self, *args, **kwargs)
         is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
         _join_trl()
+        _join_trainer()
         reason = reason_model_unsupported(self)
         if reason is not None:
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
@@ -198,3 +200,30 @@ def _join_trl() -> bool:
         return False
     variants.add(NAME)
     return True
+
+
+def _join_trainer() -> None:
+    """Trainer, once it is imported, takes "sdpa" alone for context parallelism."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if hasattr(trainer, _TRAINERS_CHECK):
+        _wrap(trainer, _TRAINERS_CHECK, _sharing)
+
+
+_TRAINERS_CHECK = "_prepare_context_parallel_inputs"
+
+
+def _sharing(method: Any) -> Any:
+    """The method of Trainer that looks at the implementation: ours brings the parts of a sequence together, too (context_parallel.py)."""
+
+    @functools.wraps(method)
+    def prepare(self, model, *args, **kwargs):
+        config = getattr(model, "config", None)
+        if getattr(config, "_attn_implementation", None) != NAME:
+            return method(self, model, *args, **kwargs)
+        config._attn_implementation_internal = "sdpa"
+        try:
+            return method(self, model, *args, **kwargs)
+        finally:
+            config._attn_implementation_internal = NAME
+
+    return prepare

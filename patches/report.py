@@ -17,8 +17,9 @@ class PatchReport:
         expected_backend: what runs on the device the model was on when `patch` was called last: "cuda-sm80", "cuda-sm90" or
             "cpu-reference".
         previous: the attention implementation it had, e.g. "sdpa".
-        layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents" are
-            our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph are not counted.
+        layers: by the name of each patched attention layer, how often which route was taken since: "dense", "padded", "documents",
+            "context parallel" are our op, "sdpa" is a call that it cannot compute and torch's SDPA did. Calls inside a torch.compile graph
+            are not counted.
         skipped: the reason for each part that was left as it was, by its name in the model.
         forwards: with packed=True, how often the decoder ran "packed", and by reason how often padded.
         loss: with packed=True, where the loss is computed.

@@ -26,10 +26,11 @@ MAY_IMPORT = {
     "rotary": {"kernels", "native"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
+    "context_parallel": {"functional"},
     "kvcache": {"functional", "ops", "kernels", "reference", "support"},
     "notices": {"ops"},
     "masks": {"packing"},
-    "interface": {"masks", "notices", "packing", "functional", "kvcache", "support", "ops"},
+    "interface": {"context_parallel", "masks", "notices", "packing", "functional", "kvcache", "support", "ops"},
     "registration": {"interface", "masks", "notices", "functional", "kvcache"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_points", "bench_providers", "bench_shared", "ops", "kernels", "native"},
@@ -53,7 +54,19 @@ MAY_IMPORT = {
     },
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
-TORCH_ONLY = {"reference", "packing", "collator", "support", "kernels", "ops", "rotary", "cross_entropy", "functional", "kvcache"}
+TORCH_ONLY = {
+    "reference",
+    "packing",
+    "collator",
+    "support",
+    "kernels",
+    "ops",
+    "rotary",
+    "cross_entropy",
+    "functional",
+    "kvcache",
+    "context_parallel",
+}
 KNOW_TRANSFORMERS = {"registration", "interface", "masks", "patches", "parity", "bench_train"}
 
 # Folders of csrc that a file of each folder may include ("." = csrc itself).

@@ -16,6 +16,7 @@ from tiny_models import VERSION
 import distributed
 import finetune_lora
 import generate
+import long_context
 import patch_existing_model
 import stdlib_data
 from stdlib_data import END_ID, IGNORED, PAD_ID, Example, collate, load_corpus, load_tokenizer, padding_share, tokenize
@@ -37,7 +38,9 @@ def losses(folder: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in rows[0] if name != "step"}
 
 
-@pytest.mark.parametrize("example", [distributed, finetune_lora, generate, patch_existing_model], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "example", [distributed, finetune_lora, generate, long_context, patch_existing_model], ids=lambda module: module.__name__
+)
 def test_help_shows_no_default_that_is_none(example, capsys):
     with pytest.raises(SystemExit):
         example.main(["--help"])
@@ -187,7 +190,21 @@ def test_distributed_trains_alike_with_every_strategy_and_arm(tmp_path):
 def train_distributed_as(rank: int, port: int, arguments: list[str]) -> None:
     join(rank, port)
     distributed.main(arguments)
-    os._exit(0)  # gloo's threads can abort the interpreter's shutdown, after everything has been written: see tests/patches/ranks.py
+    os._exit(0)  # gloo's threads can abort the interpreter's shutdown, after everything has been written: see tests/ranks.py
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
+def test_long_context_has_the_loss_of_the_whole_sequence(tmp_path):
+    in_two_processes(share_as, ["--size", "tiny", "--seqlen", "64", "--steps", "1", "--csv", str(tmp_path / "figures.csv")])
+    with (tmp_path / "figures.csv").open() as file:
+        [row] = csv.DictReader(file)
+    assert row["arm"] == "hf_flash2" and float(row["tokens_per_s"]) > 0 and 7 < float(row["loss"]) < 9
+
+
+def share_as(rank: int, port: int, arguments: list[str]) -> None:
+    join(rank, port)
+    long_context.main(arguments)
+    os._exit(0)  # as above
 
 
 # -------------------------------------------------------------------------------------------------------------------- patch, generate
@@ -248,6 +265,7 @@ def test_what_is_given_counts_beside_demo():
         (generate, ["--batch-size", "0"], "--batch-size: must be a number from 1 on, got '0'"),
         (patch_existing_model, ["--device", "cuda"], "--device: torch sees no GPU on this machine"),
         (distributed, [], "torchrun has to start its processes"),
+        (long_context, [], "torchrun has to start its processes"),
     ],
 )
 def test_wrong_usage_is_said(example, argv, said, capsys, monkeypatch):

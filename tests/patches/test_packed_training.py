@@ -45,7 +45,7 @@ def train(model, batches, optimizer=None) -> torch.Tensor:
 
 def test_two_processes_with_ddp_and_fsdp2(tmp_path):
     """Patched before and after the wrapping, each rank with batches of its own: the mean of their losses is eager's on both batches."""
-    ranks.run_two("test_packed_training", "distributed_rank", tmp_path)
+    ranks.run("test_packed_training", "distributed_rank", tmp_path)
 
 
 def distributed_rank(rank: int, folder: str) -> None:

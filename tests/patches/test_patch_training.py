@@ -67,7 +67,7 @@ def test_the_comparison_notices_a_wrong_attention(monkeypatch):
 
 def test_two_processes_with_ddp(tmp_path):
     """Two ranks with different batches, patched before and after the wrapping: both follow eager, and the ranks stay together."""
-    ranks.run_two("test_patch_training", "ddp_rank", tmp_path)
+    ranks.run("test_patch_training", "ddp_rank", tmp_path)
     weights = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(2)]
     assert torch.equal(weights[0], weights[1])
 

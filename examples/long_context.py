@@ -1,0 +1,148 @@
+"""Train a Llama on sequences that several GPUs share: torch's context parallelism with FSDP2, by attention implementation.
+
+    torchrun --nproc_per_node 2 examples/long_context.py              # two GPUs: the shape of Llama 3.2 1B on 64k tokens
+    torchrun --nproc_per_node 2 examples/long_context.py --size tiny  # two processes on a CPU
+
+Each process has a part of every sequence; attention alone needs the others. Nothing but the flag is about hf_flash2. With accelerate,
+`accelerator.maybe_context_parallel(...)` takes the place of `context_parallel(mesh, ...)`. Random weights and random tokens: what is
+measured is speed and memory, and that every way computes the loss that one process has for the whole sequence.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_flash2  # noqa: F401 - makes Transformers know the name
+from demo_models import SIZES, at_least, make_config, vocab_size
+
+IGNORED = -100
+WARMUP_STEPS = 2
+FIELDS = ("arm", "tokens_per_s", "step_ms", "peak_gib", "loss")
+
+
+def make_model(args: argparse.Namespace, arm: str, device: torch.device) -> PreTrainedModel:
+    """The same random weights in every process and for every arm."""
+    torch.manual_seed(0)
+    config = make_config("llama", args.size, args.seqlen, initializer_range=0.03)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=arm)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name in Transformers 5.24, and before
+    return model.train()
+
+
+def make_batch(args: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Whole sequences, the same in every process: [1, S]. What each token predicts is known before they are cut, and so is its position."""
+    ids = torch.randint(vocab_size(args.size), (1, args.seqlen), generator=torch.Generator().manual_seed(0)).to(device)
+    predicted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    positions = torch.arange(args.seqlen, device=device).unsqueeze(0)
+    return {
+        "input_ids": ids, "labels": ids.clone(), "shift_labels": predicted, "position_ids": positions,
+        "attention_mask": torch.ones_like(ids),  # without one Transformers takes positions that jump for those of several documents
+    }  # fmt: skip
+
+
+def whole_loss(args: argparse.Namespace, device: torch.device) -> float:
+    """Of one process that has the whole sequence, before any step."""
+    model = make_model(args, "sdpa", device)
+    with torch.no_grad():
+        return model(**make_batch(args, device), use_cache=False).loss.item()
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh, arm: str, device: torch.device) -> dict[str, object]:
+    """The figures of an arm: tokens of all processes together, memory of the fullest, the first loss."""
+    model = make_model(args, arm, device)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for _ in range(WARMUP_STEPS + args.steps):
+        batch = make_batch(args, device)
+        synchronize(device)
+        start = time.perf_counter()
+        buffers = list(batch.values())
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
+            loss = model(**batch, use_cache=False).loss  # batch holds this process's part of the sequence now
+            loss.backward()  # inside: checkpointed layers run again in it
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        labels = (batch["shift_labels"] != IGNORED).sum()
+        total = torch.stack((loss.detach() * labels, labels.float()))
+        dist.all_reduce(total)
+        losses.append((total[0] / total[1]).item())
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0), device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    step = statistics.median(seconds[WARMUP_STEPS:])
+    figures = (arm, round(args.seqlen / step), round(1e3 * step, 1), round(peak.item() / 2**30, 1), round(losses[0], 4))
+    return dict(zip(FIELDS, figures, strict=True))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arms = ["sdpa", "hf_flash2"] if on_gpu else ["hf_flash2"]
+    parser.add_argument(
+        "--arms", nargs="+", default=arms, metavar="ARM", help="attention implementations; torch's sdpa shares on GPUs alone"
+    )
+    parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny")
+    parser.add_argument("--seqlen", type=at_least(2), default=65536 if on_gpu else 256, help="tokens of the sequence, over all processes")
+    parser.add_argument("--steps", type=at_least(1), default=5, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 5)")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
+    args = parser.parse_args(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("torchrun has to start its processes: torchrun --nproc_per_node 2 examples/long_context.py")
+    processes = int(os.environ["WORLD_SIZE"])
+    if args.seqlen % (2 * processes):
+        parser.error(f"--seqlen: must be a multiple of {2 * processes}, two chunks for each process, got {args.seqlen}")
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (processes,), mesh_dim_names=("cp",))
+    reference = whole_loss(args, device)
+    if dist.get_rank() == 0:
+        where = torch.cuda.get_device_name() if on_gpu else "CPU"
+        print(f"{processes} processes, {where}, torch {torch.__version__}: {args.size}, one sequence of {args.seqlen} tokens")
+        print(f"loss of the whole sequence in one process: {reference:.4f}")
+        print(f"{'':12}{'tokens/s':>10}{'ms/step':>10}{'peak GiB':>10}{'loss':>10}")
+    rows = []
+    for arm in args.arms:
+        rows.append(train(args, mesh, arm, device))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            print("{:12}{:>10,}{:>10}{:>10}{:>10}".format(*rows[-1].values()), flush=True)
+    if dist.get_rank() == 0 and args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    if any(abs(row["loss"] - reference) > (2e-3 if on_gpu else 1e-4) for row in rows):
+        raise SystemExit(f"the losses are not that of the whole sequence, {reference:.4f}")
+    dist.barrier()  # no process leaves while another still needs it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

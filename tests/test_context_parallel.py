@@ -1,0 +1,264 @@
+"""Sequences that several processes share: the op, models inside torch's context_parallel, and what is refused there. On CPUs, by gloo."""
+
+import contextlib
+import copy
+import types
+
+import pytest
+import ranks
+import tiny_models
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel as theirs
+
+import hf_flash2
+from hf_flash2 import context_parallel, flash_attn_func, interface, registration
+from hf_flash2.context_parallel import Shards
+
+SEQLEN = 24  # a multiple of twice 2 and twice 3 processes
+IGNORED = -100
+
+# Arguments of flash_attn_func, with the number of key heads and the head dim of v.
+OPTIONS = {
+    "causal": {"causal": True},
+    "bidirectional": {},
+    "window": {"causal": True, "window_size": (5, 0)},
+    "window of one chunk": {"causal": True, "window_size": (0, 0)},
+    "bidirectional window": {"window_size": (7, 3)},
+    "left alone": {"window_size": (2, -1)},
+    "right alone": {"window_size": (-1, 9)},
+    "softcap, sinks, scale": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3, "sinks": True},
+    "grouped heads, v apart": {"causal": True, "heads_k": 2, "head_dim_v": 24},
+    "a head dim to be padded": {"causal": True, "head_dim": 20, "head_dim_v": 20},
+}
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_attention_of_shards_is_that_of_whole_sequences(processes, tmp_path):
+    ranks.run("test_context_parallel", "attention_rank", tmp_path, processes)
+
+
+def attention_rank(rank: int, folder: str) -> None:
+    """Every case, balanced and not: out and all gradients of this process's part, in float64."""
+    for name, case in OPTIONS.items():
+        for balanced in (True, False):
+            shards = Shards(dist.group.WORLD, rank, dist.get_world_size(), balanced)
+            check_attention(shards, **case, what=f"{name}, balanced {balanced}, rank {rank}")
+
+
+def check_attention(
+    shards, what, causal=False, window_size=(-1, -1), sinks=False, heads_k=4, head_dim=16, head_dim_v=16, **options
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, SEQLEN, 4, head_dim), (2, SEQLEN, heads_k, head_dim), (2, SEQLEN, heads_k, head_dim_v)]
+    wholes = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    dout = torch.randn(2, SEQLEN, 4, head_dim_v, dtype=torch.float64)
+    s_aux = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
+    leaves = wholes + [s_aux] * sinks
+    expected = flash_attn_func(*wholes, causal=causal, window_size=window_size, s_aux=s_aux, **options)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+
+    mine = shards.positions(SEQLEN // shards.size, torch.device("cpu"))
+    parts = [x.detach()[:, mine].requires_grad_() for x in wholes]
+    out = context_parallel.attention(shards, *parts, causal, window_size, s_aux=s_aux, **options)
+    torch.testing.assert_close(out, expected[:, mine], rtol=1e-9, atol=1e-9, msg=lambda text: f"out, {what}: {text}")
+    found = torch.autograd.grad(out, parts + [s_aux] * sinks, dout[:, mine])
+    for i, (part, whole) in enumerate(zip(found, gradients, strict=True)):
+        if i == 3:  # of a parameter, which processes add up themselves
+            dist.all_reduce(part)
+        cut = whole if i == 3 else whole[:, mine]
+        torch.testing.assert_close(part, cut, rtol=1e-9, atol=1e-9, msg=lambda text, i=i: f"gradient {i}, {what}: {text}")
+
+
+# --------------------------------------------------------------------------------------------------------------------------------- models
+
+WAYS = {
+    "flag": lambda model: model.set_attn_implementation("hf_flash2"),
+    "patch": lambda model: hf_flash2.patch(model),
+    "packed": lambda model: hf_flash2.patch(model, packed=True),
+}
+CASES = [("llama", "flag"), ("llama", "patch"), ("llama", "packed"), ("mistral", "patch"), ("gpt2", "flag"), ("gpt2", "patch")]
+
+
+def test_models_train_on_shared_sequences_as_on_whole_ones(tmp_path):
+    ranks.run("test_context_parallel", "models_rank", tmp_path)
+
+
+def models_rank(rank: int, folder: str) -> None:
+    for family, way in CASES:
+        for checkpointing in (False, True):
+            check_model(family, way, checkpointing, f"{family}, {way}, checkpointing {checkpointing}, rank {rank}")
+
+
+def check_model(family: str, way: str, checkpointing: bool, what: str) -> None:
+    eager = tiny_models.model(family, "eager").train()
+    model = copy.deepcopy(eager)
+    report = WAYS[way](model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    whole = batch()
+    expected = eager(**whole, use_cache=False).loss
+    expected.backward()
+
+    shared = batch()
+    with sharing(shared):
+        assert shared["input_ids"].shape == (2, SEQLEN // 2)
+        loss = model(**shared, use_cache=False).loss
+        labels = (shared["shift_labels"] != IGNORED).sum()
+        total = labels.clone()
+        dist.all_reduce(total)
+        loss = loss * labels / total  # its part of the mean over all: keys get gradients from the losses of others
+        loss.backward()
+    mean = loss.detach()
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=1e-5, msg=lambda text: f"loss, {what}: {text}")
+    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        scale = other.grad.abs().max().item()
+        torch.testing.assert_close(
+            parameter.grad, other.grad, rtol=0, atol=1e-5 * scale, msg=lambda text, name=name: f"gradient of {name}, {what}: {text}"
+        )
+    if report is not None:
+        routes = {route for calls in report.layers.values() for route in calls}
+        assert routes == {"context parallel"}, (routes, what)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Whole sequences with all that is cut."""
+    ids = torch.randint(3, tiny_models.VOCABULARY, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
+    return {
+        "input_ids": ids, "labels": ids.clone(), "shift_labels": F.pad(ids[:, 1:], (0, 1), value=IGNORED),
+        "position_ids": torch.arange(SEQLEN).expand(2, -1).contiguous(), "attention_mask": torch.ones_like(ids),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def sharing(buffers: dict[str, torch.Tensor], cut: tuple[str, ...] | None = None, restored: bool = False):
+    """Inside torch's context_parallel, with these buffers cut in place, and whole again behind it if they are to be."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    chosen = [x for name, x in buffers.items() if cut is None or name in cut]
+    with theirs(mesh, buffers=chosen, buffer_seq_dims=[1] * len(chosen), no_restore_buffers=set() if restored else set(chosen)):
+        yield
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path):
+    ranks.run("test_context_parallel", "refusals_rank", tmp_path)
+
+
+def refusals_rank(rank: int, folder: str) -> None:
+    """Every process finds out by itself, so that none waits for another."""
+    model = tiny_models.model("llama", "hf_flash2").train()
+
+    def refused(match: str, change, cut: tuple[str, ...] | None = None, **arguments) -> None:
+        given = batch()
+        change(given)
+        with sharing(given, cut), pytest.raises(ValueError, match=match):
+            model(**given, **{"use_cache": False} | arguments)
+
+    refused("attention_mask has padding", lambda x: x["attention_mask"][:, 2 + 5 * rank].zero_())
+    refused("attention_mask has padding", lambda x: x["attention_mask"][:, -1 - 7 * rank].zero_())
+    every = (f"token 6 of process {rank} is number {18 - 6 * rank} of its sequence", f"token 0 of process {rank} is number 6")
+    refused(every[rank], lambda x: x.pop("position_ids"))  # counted from 0 in each process
+    documents = torch.cat((torch.arange(3), torch.arange(SEQLEN - 3))).expand(2, -1)
+    refused("are not supported there", lambda x: x["position_ids"].copy_(documents))
+
+    def four_dimensions(given):
+        given["attention_mask"] = torch.ones(2, 1, SEQLEN // 2, SEQLEN // 2, dtype=torch.bool)
+
+    cut = ("input_ids", "labels", "shift_labels", "position_ids")
+    refused("a 4-D attention mask was given", four_dimensions, cut)
+    bounds = torch.tensor([0, SEQLEN // 2], dtype=torch.int32)
+    say_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": SEQLEN // 2, "max_length_k": SEQLEN // 2}
+    refused("cu_seq_lens_q and cu_seq_lens_k say", lambda x: x.pop("attention_mask"), **say_documents)
+
+    shards = Shards(dist.group.WORLD, rank, 2, True)
+    q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
+    with pytest.raises(ValueError, match="got 4 queries and 6 keys"):
+        context_parallel.attention(shards, q, k, k, True, (-1, -1))
+    with pytest.raises(ValueError, match="two for each process, but this one has 5 tokens"):
+        context_parallel.attention(shards, *(torch.randn(1, 5, 2, 16) for _ in range(3)), True, (-1, -1))
+
+    # Layers that run again in a backward outside would see their own part alone.
+    model.gradient_checkpointing_enable()
+    given = batch()
+    with sharing(given):
+        loss = model(**given, use_cache=False).loss
+    with pytest.raises(ValueError, match="outside of context_parallel, where the others cannot be reached; backward belongs inside"):
+        loss.backward()
+    model(**batch(), use_cache=False).loss.backward()  # whole sequences again
+
+
+def test_one_row_without_a_mask_is_no_row_of_documents(tmp_path):
+    """Transformers takes the jump from one chunk to the next for the end of a document."""
+    ranks.run("test_context_parallel", "one_row_rank", tmp_path)
+
+
+def one_row_rank(rank: int, folder: str) -> None:
+    model = tiny_models.model("llama", "hf_flash2").eval()
+    given = {name: x[:1].clone() for name, x in batch().items() if name in ("input_ids", "position_ids")}
+    expected = model(**given, use_cache=False).logits
+    mine = Shards(dist.group.WORLD, rank, 2, True).positions(SEQLEN // 2, torch.device("cpu"))
+    with torch.no_grad():
+        with sharing(given, restored=True):
+            torch.testing.assert_close(model(**given, use_cache=False).logits, expected[:, mine], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(**given, use_cache=False).logits, expected)  # of the same tensors, whole again
+
+
+# ----------------------------------------------------------------------------------------------------------------------- how it is found
+
+
+def test_it_is_active_inside_alone():
+    assert context_parallel.active() is None
+
+
+def test_somebody_elses_sdpa_is_not_context_parallelism(monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    assert context_parallel.active() is None
+
+
+def test_a_context_that_does_not_show_its_processes_is_refused(monkeypatch):
+    function = types.FunctionType((lambda: None).__code__, {"__name__": "torch.distributed.tensor.experimental._attention"})
+    assert function.__module__ == "torch.distributed.tensor.experimental._attention"
+    monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+    with pytest.raises(ValueError, match="does not show over which processes"):
+        context_parallel.active()
+
+
+def test_chunks_of_processes():
+    four = [Shards(None, rank, 4, True) for rank in range(4)]
+    assert [shards.chunks for shards in four] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert four[1].positions(6, torch.device("cpu")).tolist() == [3, 4, 5, 18, 19, 20]
+    assert Shards(None, 2, 4, False).positions(3, torch.device("cpu")).tolist() == [6, 7, 8]
+
+
+def test_trainer_takes_our_name_for_context_parallelism():
+    from transformers import Trainer
+
+    registration._join_trainer()
+    prepare = getattr(Trainer, "_prepare_context_parallel_inputs", None)
+    if prepare is None:
+        pytest.skip("this Transformers has no context parallelism in its Trainer")
+    parallelism = types.SimpleNamespace(cp_enabled=True, cp_backend="torch", sp_backend="deepspeed", sp_enabled=False)
+    accelerator = types.SimpleNamespace(parallelism_config=parallelism, maybe_context_parallel=contextlib.nullcontext)
+    trainer = types.SimpleNamespace(accelerator=accelerator)
+    for implementation, taken in (("hf_flash2", True), ("sdpa", True), ("eager", False)):
+        model = tiny_models.model("llama", implementation)
+        inputs = batch()
+        del inputs["attention_mask"]
+        with contextlib.nullcontext() if taken else pytest.raises(ValueError, match="only with SDPA"):
+            _, inputs = prepare(trainer, model, inputs)
+            assert "shift_labels" in inputs
+        assert model.config._attn_implementation == implementation
+
+
+def test_a_mask_of_documents_counts_where_positions_cannot_be_seen():
+    """Layers of GPT-2 are not given the position_ids that its masks were made from."""
+    q = torch.randn(1, 12, 2, 16)
+    documents = torch.ones(1, 2, 12, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="pass an attention_mask of ones, cut as they are"):
+        interface._check_shards(torch.nn.Identity(), Shards(None, 0, 2, True), q, q, documents, {})
