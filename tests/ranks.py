@@ -29,6 +29,7 @@ def run(module: str, function: str, folder: Path, processes: int = 2) -> None:
 
 
 def join(function, rank: int, processes: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))  # as torchrun says it
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes)
     function(rank, folder)
     dist.barrier()  # no rank leaves while another still needs it

@@ -1,4 +1,5 @@
-"""Training with LoRA and AdamW on a patched model follows the run on eager attention loss by loss; on one process and on two."""
+"""Training with LoRA and AdamW on a patched model follows the run on eager attention loss by loss; on one process and on two. Two processes
+that share the heads of a model."""
 
 import copy
 
@@ -9,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from small_models import FAMILIES
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 
 import hf_flash2
 
@@ -84,3 +86,26 @@ def ddp_rank(rank: int, folder: str) -> None:
         torch.testing.assert_close(losses, expected, rtol=RELATIVE_TOLERANCE, atol=0)
         assert set(report.calls.values()) == {6}
     torch.save(trained(late), f"{folder}/weights-{rank}.pt")
+
+
+def test_two_processes_that_share_the_heads(tmp_path):
+    """Tensor parallelism, as from_pretrained(tp_plan="auto") sets it up."""
+    small_models.model("llama").save_pretrained(tmp_path / "model")
+    ranks.run("test_patch_training", "tensor_parallel_rank", tmp_path)
+
+
+def tensor_parallel_rank(rank: int, folder: str) -> None:
+    inputs = small_models.batch("left")
+    real = inputs["attention_mask"].bool()
+    expected = small_models.model("llama")(**inputs).logits[real]
+    for way in ("hf_flash2", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", tp_plan="auto", attn_implementation=way)
+        widths = []
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, out, widths=widths: widths.append(out.shape[-1]))
+        if way == "sdpa":
+            hf_flash2.patch(model)
+        logits = model(**inputs).logits
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        torch.testing.assert_close(logits[real], expected, rtol=1e-4, atol=1e-4)
+        assert widths == [24], widths  # of 48: half of the heads
+        assert hf_flash2.last_backend() == "cpu-reference"
