@@ -90,14 +90,14 @@ def ddp_rank(rank: int, folder: str) -> None:
 
 def test_two_processes_that_share_the_heads(tmp_path):
     """Tensor parallelism, as from_pretrained(tp_plan="auto") sets it up."""
-    small_models.model("llama").save_pretrained(tmp_path / "model")
+    small_models.model("llama", vocab_size=62).save_pretrained(tmp_path / "model")  # which two can share, too
     ranks.run("test_patch_training", "tensor_parallel_rank", tmp_path)
 
 
 def tensor_parallel_rank(rank: int, folder: str) -> None:
     inputs = small_models.batch("left")
     real = inputs["attention_mask"].bool()
-    expected = small_models.model("llama")(**inputs).logits[real]
+    expected = small_models.model("llama", vocab_size=62)(**inputs).logits[real]
     for way in ("hf_flash2", "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", tp_plan="auto", attn_implementation=way)
         widths = []
