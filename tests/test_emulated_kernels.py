@@ -516,7 +516,7 @@ def test_split_keys_give_the_same_bits_in_any_order(window, emulate, splits):
 
 FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128), 256: (128, 80)}  # 192 with 128 of V
 SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks
-    (Case("shared", 128, heads=(1, 1), lengths_q=(500,), lengths_k=(1300,)), 1),
+    (Case("shared", 128, heads=(1, 1), lengths_q=(880,), lengths_k=(1300,)), 1),
     (Case("shared", 128, heads=(1, 1), lengths_q=(640,), lengths_k=(3000,)), 2),  # the second thread block has a piece of both
     (Case("shared", 128, heads=(5, 1), lengths_q=(100, 100), lengths_k=(1290, 1290), sinks=2.0), 1),  # heads and sequences
     (Case("shared", 64, heads=(7, 1), lengths_q=(100,), lengths_k=(1800,)), 1),  # three consumers, of which the last has no rows
@@ -548,8 +548,8 @@ CHOICES = {  # heads, queries, keys, batch, window: splits on 16 multiprocessors
     "as many tiles as multiprocessors": (((8, 1), 1, 64 * 128, 16, (-1, 0)), 1),
     "a last round with one tile": (((8, 1), 1, 64 * 128, 17, (-1, 0)), 3),
     "two full rounds": (((8, 1), 1, 64 * 128, 32, (-1, 0)), 1),
-    "few keys": (((8, 1), 1, 5 * 64, 1, (-1, 0)), 1),
-    "as few as pay": (((8, 1), 1, 5 * 64 + 1, 1, (-1, 0)), 6),
+    "few keys": (((8, 1), 1, 3 * 64, 1, (-1, 0)), 1),
+    "as few as pay": (((8, 1), 1, 3 * 64 + 1, 1, (-1, 0)), 4),
     "shares of 3, not all multiprocessors": (((8, 1), 1, 33 * 64, 1, (-1, 0)), 11),
     "a window": (((8, 1), 1, 64 * 128, 1, (511, 0)), 9),
     "a part of a prompt": (((2, 2), 256, 32 * 128, 1, (-1, 0)), 2),

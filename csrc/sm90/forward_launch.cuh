@@ -25,9 +25,11 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
 // kCombineTime, and one more for every kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a
 // causal mask the tiles of a head are unequal: without splits they go in pairs where there are more than multiprocessors, and with splits they
 // make no rounds: one, with all of them in it, may do.
+// PERF: a kCombineTime of 1.1, since combine.cuh takes less, in place of 2: one query of 32/8 heads, 8 sequences of 1k, d 128 20.9 -> 20.0 us, of
+// 2k, d 64 22.8 -> 20.5. With 1, prompts of 64 and of 512 tokens against 256 and 512 keys took 0.6 and 0.8 us longer.
 inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
                          int multiprocessors) {
-  constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
+  constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
   constexpr int kMostRounds = 4;
   const int64_t tiles = query_blocks * heads;
   if (tiles == 0) return 1;
@@ -55,7 +57,7 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
 // PERF: one H200, full at 4k, 8k, 16k, TFLOP/s: d 128 705 691 683 -> 715 702 697, d 256 at 8k, 16k 750 702 -> 764 720, d 64 at 4k 526 -> 530.
 template <typename Shape>
 int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_blocks, double block_time, int multiprocessors) {
-  constexpr double kTileTime = 1, kCombineTime = 2, kScratchBytes = 3e6;
+  constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
   const bool ragged =
       params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr;
   const int rest = static_cast<int>(tiles % multiprocessors);
@@ -146,11 +148,10 @@ __global__ void clear_counter_kernel(const __grid_constant__ ForwardArguments ar
 
 template <typename Shape, typename T>
 void launch_combine(const HfFlash2ForwardParams& params, int splits) {
-  using Combine = CombineShape<Shape>;
   CombineArguments arguments{params, ForwardResults::of_shares(params, splits), splits, 1};
-  while (arguments.ways < std::min(splits, Combine::kGroups)) arguments.ways *= 2;
+  while (arguments.ways < kCombineWarps && arguments.ways * kSharesAtOnce < splits) arguments.ways *= 2;
   const int64_t rows = int64_t{params.batch} * params.heads_q * params.max_seqlen_q;
-  launch<combine_kernel<Shape, T>>(arguments, ceil_div(rows, Combine::kGroups / arguments.ways), Combine::kThreads, 0, params.device,
+  launch<combine_kernel<Shape, T>>(arguments, ceil_div(rows, kCombineWarps / arguments.ways), kCombineThreads, 0, params.device,
                                    params.stream, "attention forward, sm90, combine", Start::kEarly);
 }
 
@@ -213,9 +214,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
           Shape::kSharedBytes + kZeroBytes);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
   if constexpr (Shape::kSharesTiles) {
-    using Combine = CombineShape<Shape>;
-    launch<combine_pieces_kernel<Shape, T>>(arguments, ceil_div(int64_t{plan.shared.tiles} * Shape::kBlockM, Combine::kGroups),
-                                            Combine::kThreads, 0, params.device, params.stream, "attention forward, sm90, combine",
+    launch<combine_pieces_kernel<Shape, T>>(arguments, ceil_div(int64_t{plan.shared.tiles} * Shape::kBlockM, kCombineWarps),
+                                            kCombineThreads, 0, params.device, params.stream, "attention forward, sm90, combine",
                                             Start::kEarly);
   }
 }
