@@ -1,7 +1,8 @@
 // New keys and values into a cache, behind those that it has of each sequence, on pages or not: in one kernel, and where the lengths and the
 // block table are known, on the device. One block per token. Called by api.cpp.
-// PERF: it takes 3 to 5 us of a step. Tried and left: the Hopper forward launched early behind it: one H200, 32/8 heads of 128 and 64, 1 and 8
-// sequences of 1k 0 to 1 us faster, 8 of 8k 81 54 -> 84 58 us.
+// PERF: it takes 3 to 5 us of a step. A token is loaded before its place is known, 0.4 to 1 us faster. Tried and left: the Hopper forward launched
+// early behind it, where keys are split: one H200, 32/8 heads of 128, one sequence of 1k 15.5 -> 14.4 us, but 8 sequences of 8k 82.9 -> 84.9, of
+// 32k 261 -> 278, with 16 queries 264 -> 306: its thread blocks no longer spread evenly.
 #include "append.h"
 #include "attention/pages.cuh"
 #include "launch.h"
@@ -12,20 +13,26 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kVector = 8;  // elements of one 16-byte access
 
-__device__ void copy_token(const HfFlash2Tensor& from, int batch, int token, const HfFlash2Tensor& to, const KeyPlace& place, int heads,
-                           int head_dim) {
-  const uint16_t* const source = static_cast<const uint16_t*>(from.data) + batch * from.batch_stride + token * from.token_stride;
-  uint16_t* const destination = static_cast<uint16_t*>(to.data) + place.page * to.batch_stride + place.token * to.token_stride;
-  const int vectors = head_dim / kVector;
-  for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
-    const int head = i / vectors, column = i % vectors * kVector;
-    *reinterpret_cast<uint4*>(destination + head * to.head_stride + column) =
-        *reinterpret_cast<const uint4*>(source + head * from.head_stride + column);
+// The 16-byte pieces of a token, over all its heads, and where they lie in a tensor [batch or page, token, heads, head dim].
+struct TokenVectors {
+  int vectors, count;
+
+  __device__ __forceinline__ TokenVectors(int heads, int head_dim) : vectors(head_dim / kVector), count(heads * vectors) {}
+  __device__ __forceinline__ uint4* at(const HfFlash2Tensor& tensor, int batch, int token, int i) const {
+    uint16_t* const row = static_cast<uint16_t*>(tensor.data) + batch * tensor.batch_stride + token * tensor.token_stride;
+    return reinterpret_cast<uint4*>(row + i / vectors * tensor.head_stride + i % vectors * kVector);
   }
-}
+};
 
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ HfFlash2AppendParams p) {
   const int batch = blockIdx.x / p.seqlen, token = blockIdx.x % p.seqlen;
+  const TokenVectors of_k(p.heads, p.head_dim), of_v(p.heads, p.head_dim_v);
+  uint4 k = {}, v = {};
+  const auto load = [&](int i) {
+    if (i < of_k.count) k = *of_k.at(p.k, batch, token, i);
+    if (i < of_v.count) v = *of_v.at(p.v, batch, token, i);
+  };
+  load(threadIdx.x);
   const int length = p.lengths[batch], key = length + token;
   if (token == 0 && threadIdx.x == 0) {
     p.ranges[batch] = 0;
@@ -34,8 +41,11 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   if (key < 0 || key >= p.capacity) return;
   const KeyPlace place =
       p.block_table == nullptr ? KeyPlace{batch, key} : find_key(p.block_table, p.block_table_stride, p.page_size, batch, key);
-  copy_token(p.k, batch, token, p.k_cache, place, p.heads, p.head_dim);
-  copy_token(p.v, batch, token, p.v_cache, place, p.heads, p.head_dim_v);
+  for (int i = threadIdx.x; i < max(of_k.count, of_v.count); i += kThreads) {
+    if (i >= kThreads) load(i);
+    if (i < of_k.count) *of_k.at(p.k_cache, place.page, place.token, i) = k;
+    if (i < of_v.count) *of_v.at(p.v_cache, place.page, place.token, i) = v;
+  }
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ import torch
 
 from hf_flash2 import functional, kernels, kvcache, native, ops
 
-HOPPER, A100, SMALL, WIDE_HOPPER = range(4)  # the devices that the emulator pretends to have
+HOPPER, A100, SMALL, WIDE_HOPPER, WIDEST_HOPPER = range(5)  # the devices that the emulator pretends to have
 
 
 class _Packer(struct.Struct):

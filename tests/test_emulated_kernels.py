@@ -514,6 +514,20 @@ def test_split_keys_give_the_same_bits_in_any_order(window, emulate, splits):
     assert splits(sample) == [4] * 4
 
 
+def test_more_shares_of_a_row_than_are_loaded_at_once(emulate, splits):
+    """Eight warps have the 47 shares of a row, six each but the last, of which two come in a second turn."""
+    sample = Sample(Case("split", 128, (4, 1), lengths_q=(1,), lengths_k=(47 * 64,), sinks=2.0), torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDEST_HOPPER), sample)
+    assert splits(sample) == [47]
+
+
+def test_more_pieces_of_a_shared_tile_than_are_loaded_at_once(emulate, forward_workspaces):
+    """Two tiles of 18 make no whole round over 16 thread blocks, of which 11 have two of their 22 key blocks each: six pieces a tile."""
+    sample = Sample(Case("shared", 128, heads=(9, 1), lengths_q=(200,), lengths_k=(1300,)), torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER), sample)
+    assert [size / (128 * (128 + 1) * 4) for size in forward_workspaces] == [11 + 2]
+
+
 FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128), 256: (128, 80)}  # 192 with 128 of V
 SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks
     (Case("shared", 128, heads=(1, 1), lengths_q=(880,), lengths_k=(1300,)), 1),
