@@ -88,6 +88,7 @@ def ddp_rank(rank: int, folder: str) -> None:
     torch.save(trained(late), f"{folder}/weights-{rank}.pt")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
 def test_two_processes_that_share_the_heads(tmp_path):
     """Tensor parallelism, as from_pretrained(tp_plan="auto") sets it up."""
     small_models.model("llama", vocab_size=62).save_pretrained(tmp_path / "model")  # which two can share, too
