@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, processes = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         where = torch.cuda.get_device_name() if on_gpu else "CPU"

@@ -119,6 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     mesh = init_device_mesh(device.type, (processes,), mesh_dim_names=("cp",))
     reference = whole_loss(args, device)
     if dist.get_rank() == 0:
@@ -132,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
-            print("{:12}{:>10,}{:>10}{:>10}{:>10}".format(*rows[-1].values()), flush=True)
+            print("{:12}{:>10,}{:>10}{:>10}{:>10.4f}".format(*rows[-1].values()), flush=True)
     if dist.get_rank() == 0 and args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
