@@ -6,7 +6,9 @@ from types import FunctionType, MethodType
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..interface import hf_flash2_attention
 from ..notices import NAME
 from .binding import replaced
 
@@ -23,7 +25,8 @@ class Family:
         pretrained: the base class of the family's models, which chooses the attention implementation of a new model.
         compute: our attention, with the arguments of the class's forward.
         forward: what takes the place of the class's forward: `compute`, or what was there before while the model's config names another
-            implementation.
+            implementation, or somebody has put a function of theirs in the place of ours in Transformers' registry, as DeepSpeed's Ulysses
+            does, which brings the parts of a sequence together around it.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Family:
 
     def __post_init__(self):
         def forward(module: nn.Module, *args, **kwargs):
-            if module.config._attn_implementation != NAME:
+            if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
                 return self._upstream(module)(*args, **kwargs)
             return self.compute(module, *args, **kwargs)
 

@@ -9,9 +9,11 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from small_models import FAMILIES, assert_close
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_flash2
 from hf_flash2 import patches
+from hf_flash2.interface import hf_flash2_attention
 
 LORA_TARGETS = {"gpt2": ["c_attn", "c_proj"]}
 
@@ -110,6 +112,27 @@ def test_hooks_attached_before_the_patch_keep_running(family):
     assert [hook.forwards for hook in hooks] == [1, 1]
     hf_flash2.unpatch(model)
     assert [dict(vars(module)) for module in small_models.attention_layers(model).values()] == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_somebody_elses_function_in_the_registry_is_called(family, monkeypatch):
+    """As DeepSpeed's Ulysses replaces all of them, to bring the parts of a sequence together around the one that was there."""
+    eager, model = small_models.twins(family)
+    hf_flash2.patch(model)
+    widths = []
+
+    def around(module, query, *args, **kwargs):
+        widths.append(query.shape[2])
+        return hf_flash2_attention(module, query, *args, **kwargs)
+
+    inputs = small_models.batch("left")
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "hf_flash2", around)
+        real = inputs["attention_mask"].bool()
+        assert_close({"logits": model(**inputs).logits[real]}, {"logits": eager(**inputs).logits[real]})
+    assert widths == [small_models.LENGTH] * 2
+    model(**inputs)
+    assert len(widths) == 2
 
 
 def test_hooks_attached_to_a_patched_model_survive_unpatch():
