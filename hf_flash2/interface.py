@@ -200,20 +200,22 @@ def _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, o
 
 @torch.compiler.disable  # positions are looked at, and collectives are over a group that no graph knows of
 def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_mask, kwargs: dict, options: dict[str, Any]) -> torch.Tensor:
-    _check_shards(module, shards, q, v, attention_mask, kwargs)
+    _check_shards(module, shards, q, v, attention_mask, options["causal"], kwargs)
     record(module, "context parallel")
     out = context_parallel.attention(shards, q, k, v, **options)
     record_backend(module)
     return out
 
 
-def _check_shards(module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, kwargs: dict) -> None:
+def _check_shards(module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict) -> None:
     """Refuse what attention of sequences that several processes share does not do. Synchronises with the host, once per forward."""
     position_ids = kwargs.get("position_ids")
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
     if checkable:
         context_parallel.verify_positions(shards, position_ids)
     reason = _reason_for_sdpa(q, v, None)
+    if not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
+        reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
         reason = "cu_seq_lens_q and cu_seq_lens_k say that there are several in a row"
     elif attention_mask is None or (checkable and holds_documents(attention_mask)):
