@@ -8,8 +8,6 @@ memory, and that every way computes the same loss.
 """
 
 import argparse
-import csv
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_flash2
+import processes
 from demo_models import SIZES, at_least, make_config, vocab_size
 
 STRATEGIES = ("ddp", "fsdp2")
@@ -77,37 +76,29 @@ def train(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator
                 torch.cuda.reset_peak_memory_stats()
             seconds = []
             for _ in range(WARMUP_STEPS + args.steps):
-                synchronize(device)
+                processes.synchronize(device)
                 start = time.perf_counter()
                 loss = model(**batch, use_cache=False).loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                synchronize(device)
+                processes.synchronize(device)
                 seconds.append(time.perf_counter() - start)
             mean_loss = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean_loss)
-            peak = torch.tensor(float(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0), device=device)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
             step = statistics.median(seconds[WARMUP_STEPS:])
             figures = (
                 strategy,
                 arm,
                 round(totals.item() / step),
                 round(1e3 * step, 1),
-                round(peak.item() / 2**30, 1),
+                processes.peak_gib(device),
                 round(mean_loss.item(), 4),
             )
             yield dict(zip(FIELDS, figures, strict=True))
             del model, optimizer, loss
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -121,17 +112,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=at_least(1), default=8, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 8)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("torchrun has to start its processes: torchrun --nproc_per_node 2 examples/distributed.py")
-
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    rank, processes = dist.get_rank(), dist.get_world_size()
+    device = processes.join(parser, "distributed.py")
+    rank = dist.get_rank()
     if rank == 0:
-        where = torch.cuda.get_device_name() if on_gpu else "CPU"
-        print(f"{processes} processes, {where}, torch {torch.__version__}: {args.size}, {args.batch_size} x {args.max_length} tokens each")
+        print(f"{processes.where()}: {args.size}, {args.batch_size} x {args.max_length} tokens each")
         print(f"{'':8}{'':18}{'real tokens/s':>14}{'ms/step':>10}{'peak GiB':>10}{'loss':>10}")
     rows = []
     for row in train(args, rank, device):
@@ -139,12 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
         if rank == 0:
             print("{:8}{:18}{:>14,}{:>10}{:>10}{:>10}".format(*row.values()), flush=True)
     if rank == 0 and args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-    dist.barrier()  # no process leaves while another still needs it
-    dist.destroy_process_group()
+        processes.write_csv(args.csv, FIELDS, rows)
+    processes.leave()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ measured is speed and memory, and that every way computes the loss that one proc
 """
 
 import argparse
-import csv
 import os
 import statistics
 import time
@@ -23,6 +22,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_flash2  # noqa: F401 - makes Transformers know the name
+import processes
 from demo_models import SIZES, at_least, make_config, vocab_size
 
 IGNORED = -100
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, arm: str, device: torch.de
     seconds, losses = [], []
     for _ in range(WARMUP_STEPS + args.steps):
         batch = make_batch(args, device)
-        synchronize(device)
+        processes.synchronize(device)
         start = time.perf_counter()
         buffers = list(batch.values())
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
@@ -79,23 +79,15 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, arm: str, device: torch.de
             loss.backward()  # inside: checkpointed layers run again in it
         optimizer.step()
         optimizer.zero_grad()
-        synchronize(device)
+        processes.synchronize(device)
         seconds.append(time.perf_counter() - start)
         labels = (batch["shift_labels"] != IGNORED).sum()
         total = torch.stack((loss.detach() * labels, labels.float()))
         dist.all_reduce(total)
         losses.append((total[0] / total[1]).item())
-    peak = torch.tensor(float(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0), device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     step = statistics.median(seconds[WARMUP_STEPS:])
-    figures = (arm, round(args.seqlen / step), round(1e3 * step, 1), round(peak.item() / 2**30, 1), round(losses[0], 4))
+    figures = (arm, round(args.seqlen / step), round(1e3 * step, 1), processes.peak_gib(device), round(losses[0], 4))
     return dict(zip(FIELDS, figures, strict=True))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,21 +102,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=at_least(1), default=5, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 5)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("torchrun has to start its processes: torchrun --nproc_per_node 2 examples/long_context.py")
-    processes = int(os.environ["WORLD_SIZE"])
-    if args.seqlen % (2 * processes):
-        parser.error(f"--seqlen: must be a multiple of {2 * processes}, two chunks for each process, got {args.seqlen}")
+    chunks = 2 * int(os.environ.get("WORLD_SIZE", 1))
+    if args.seqlen % chunks:
+        parser.error(f"--seqlen: must be a multiple of {chunks}, two chunks for each process, got {args.seqlen}")
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    mesh = init_device_mesh(device.type, (processes,), mesh_dim_names=("cp",))
+    device = processes.join(parser, "long_context.py")
+    rank = dist.get_rank()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     reference = whole_loss(args, device)
-    if dist.get_rank() == 0:
-        where = torch.cuda.get_device_name() if on_gpu else "CPU"
-        print(f"{processes} processes, {where}, torch {torch.__version__}: {args.size}, one sequence of {args.seqlen} tokens")
+    if rank == 0:
+        print(f"{processes.where()}: {args.size}, one sequence of {args.seqlen} tokens")
         print(f"loss of the whole sequence in one process: {reference:.4f}")
         print(f"{'':12}{'tokens/s':>10}{'ms/step':>10}{'peak GiB':>10}{'loss':>10}")
     rows = []
@@ -132,17 +119,13 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(train(args, mesh, arm, device))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
+        if rank == 0:
             print("{:12}{:>10,}{:>10}{:>10}{:>10.4f}".format(*rows[-1].values()), flush=True)
-    if dist.get_rank() == 0 and args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+    if rank == 0 and args.csv:
+        processes.write_csv(args.csv, FIELDS, rows)
     if any(abs(row["loss"] - reference) > (2e-3 if on_gpu else 1e-4) for row in rows):
         raise SystemExit(f"the losses are not that of the whole sequence, {reference:.4f}")
-    dist.barrier()  # no process leaves while another still needs it
-    dist.destroy_process_group()
+    processes.leave()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -161,11 +162,11 @@ def fine_tune_as(rank: int, port: int, arguments: list[str]) -> None:
     finetune_lora.main(arguments)
 
 
-def in_two_processes(function, arguments: list[str]) -> None:
+def in_two_processes(function, *arguments: object) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(function, (port, arguments), nprocs=2)
+    torch.multiprocessing.spawn(function, (port, *arguments), nprocs=2)
 
 
 def join(rank: int, port: int) -> None:
@@ -179,7 +180,7 @@ def join(rank: int, port: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
 def test_distributed_trains_alike_with_every_strategy_and_arm(tmp_path):
     arguments = ["--size", "tiny", "--batch-size", "2", "--max-length", "48", "--steps", "2", "--csv", str(tmp_path / "figures.csv")]
-    in_two_processes(train_distributed_as, arguments)
+    in_two_processes(run_as, distributed.main, arguments)
     with (tmp_path / "figures.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["strategy"], row["arm"]) for row in rows] == [(s, arm) for s in distributed.STRATEGIES for arm in distributed.ARMS]
@@ -187,24 +188,19 @@ def test_distributed_trains_alike_with_every_strategy_and_arm(tmp_path):
     assert all(float(row["real_tokens_per_s"]) > 0 for row in rows)
 
 
-def train_distributed_as(rank: int, port: int, arguments: list[str]) -> None:
+def run_as(rank: int, port: int, main: Callable, arguments: list[str]) -> None:
     join(rank, port)
-    distributed.main(arguments)
+    main(arguments)
     os._exit(0)  # gloo's threads can abort the interpreter's shutdown, after everything has been written: see tests/ranks.py
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
 def test_long_context_has_the_loss_of_the_whole_sequence(tmp_path):
-    in_two_processes(share_as, ["--size", "tiny", "--seqlen", "64", "--steps", "1", "--csv", str(tmp_path / "figures.csv")])
+    arguments = ["--size", "tiny", "--seqlen", "64", "--steps", "1", "--csv", str(tmp_path / "figures.csv")]
+    in_two_processes(run_as, long_context.main, arguments)
     with (tmp_path / "figures.csv").open() as file:
         [row] = csv.DictReader(file)
     assert row["arm"] == "hf_flash2" and float(row["tokens_per_s"]) > 0 and 7 < float(row["loss"]) < 9
-
-
-def share_as(rank: int, port: int, arguments: list[str]) -> None:
-    join(rank, port)
-    long_context.main(arguments)
-    os._exit(0)  # as above
 
 
 # -------------------------------------------------------------------------------------------------------------------- patch, generate
