@@ -41,6 +41,11 @@ class Shards(NamedTuple):
     def chunks(self) -> tuple[int, ...]:
         return self.chunks_of(self.rank)
 
+    @property
+    def order(self) -> list[int]:
+        """The chunks of all processes, one process after another."""
+        return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
+
     def chunk_tokens(self, tokens: int) -> int:
         """The length of a chunk, where this process has so many tokens. Raises ValueError where they make no whole chunks."""
         if tokens % len(self.chunks):
@@ -104,17 +109,18 @@ def verify_positions(shards: Shards, position_ids: torch.Tensor) -> None:
             f"{int(position_ids[row, column])}; pass torch.arange(S).expand(B, S) as position_ids and among the buffers of "
             "context_parallel. Padding on the left and several documents in a row are not supported there"
         )
-    _verified[position_ids] = _version(position_ids)
+    _verified[position_ids] = version_of(position_ids)
 
 
 def was_cut(position_ids: torch.Tensor | None) -> bool:
     """Whether `verify_positions` has seen this tensor as it is now."""
     if not _verified or not isinstance(position_ids, torch.Tensor) or position_ids not in _verified:
         return False
-    return _verified[position_ids] == _version(position_ids)
+    return _verified[position_ids] == version_of(position_ids)
 
 
-def _version(x: torch.Tensor) -> int | None:
+def version_of(x: torch.Tensor) -> int | None:
+    """torch's counter of changes in place, which tensors of torch.inference_mode do not have: None."""
     return None if x.is_inference() else x._version
 
 
@@ -143,10 +149,10 @@ def attention(
     ends = [whole if right < 0 else min(whole, (chunk + 1) * length + right) for chunk in shards.chunks]
     gathered = _Gather.apply(shards, ends, k, v)
     outs = []
-    for i, (chunk, queries) in enumerate(zip(shards.chunks, q.split(length, 1), strict=True)):
-        behind = ends[i] - (chunk + 1) * length
+    for chunk, end, *tensors in zip(shards.chunks, ends, q.split(length, 1), gathered[::2], gathered[1::2], strict=True):
+        behind = end - (chunk + 1) * length
         window = (left + behind if left >= 0 else -1, right - behind if right >= 0 else -1)
-        outs.append(flash_attn_func(queries, gathered[2 * i], gathered[2 * i + 1], window_size=window, **options))
+        outs.append(flash_attn_func(*tensors, window_size=window, **options))
     return torch.cat(outs, 1)
 
 
@@ -177,10 +183,7 @@ def _gather(shards: Shards, *parts: torch.Tensor) -> list[torch.Tensor]:
     wholes = []
     for whole, pending in zip(gathered, work, strict=True):
         pending.wait()
-        chunks = {}
-        for rank, part in enumerate(whole):
-            numbers = shards.chunks_of(rank)
-            chunks |= dict(zip(numbers, part.chunk(len(numbers), 1), strict=True))
+        chunks = dict(zip(shards.order, (chunk for part in whole for chunk in part.chunk(len(shards.chunks), 1)), strict=True))
         wholes.append(torch.cat([chunks[number] for number in range(len(chunks))], 1))
     return wholes
 
@@ -198,11 +201,10 @@ def _add_up(shape: torch.Size, ends: list[int], gradients: tuple[torch.Tensor | 
 def _scatter(shards: Shards, *wholes: torch.Tensor) -> list[torch.Tensor]:
     """[B, S, ...] -> [B, S / n, ...], the sum over all processes of this one's part."""
     reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-    order = [number for rank in range(shards.size) for number in shards.chunks_of(rank)]
     parts, work = [], []
     for whole in wholes:
-        chunks = whole.chunk(len(order), 1)
-        by_rank = torch.cat([chunks[number] for number in order], 1).unflatten(1, (shards.size, -1)).transpose(0, 1).contiguous()
+        chunks = whole.chunk(len(shards.order), 1)
+        by_rank = torch.cat([chunks[number] for number in shards.order], 1).unflatten(1, (shards.size, -1)).transpose(0, 1).contiguous()
         parts.append(torch.empty_like(by_rank[0]))
         work.append((reduce_scatter(parts[-1], by_rank.flatten(0, 1), group=shards.group, async_op=True), by_rank))
     for pending, _ in work:

@@ -159,12 +159,21 @@ def attend(
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
     options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
-    options["deterministic"] = bool(kwargs.get("deterministic"))
+    options |= {"deterministic": bool(kwargs.get("deterministic")), "causal": causal, "window_size": window_of(causal, sliding_window)}
     shards = context_parallel.active()
     if shards is not None:
-        options |= {"causal": causal, "window_size": window_of(causal, sliding_window)}
         out = _attend_shards(module, shards, q, k, v, attention_mask, kwargs, options)
-        return out if out.dtype == q_dtype or _autocasts(out.device.type) else out.to(q_dtype)
+    else:
+        out = _attend_whole(module, q, k, v, attention_mask, kwargs, sliding_window, options)
+    if out.dtype != q_dtype and not _autocasts(out.device.type):
+        out = out.to(q_dtype)
+    return out
+
+
+def _attend_whole(
+    module, q, k, v, attention_mask: torch.Tensor | None, kwargs: dict, sliding_window: int | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Of sequences that are here as a whole, by our kernels or, with the reason said, by SDPA."""
     if not torch.compiler.is_compiling() and context_parallel.was_cut(kwargs.get("position_ids")):
         raise ValueError(
             f"{type(module).__name__} was given parts of sequences outside of context_parallel, where the others cannot be reached; "
@@ -173,25 +182,23 @@ def attend(
     sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
     reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
-        out = _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options)
+        out = _run_kernel(module, q, k, v, sequences, documents, options)
         record_backend(module)
-    else:
-        _fall_back(module, reason, capped=bool(softcap))
-        out = _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap)
-    if out.dtype != q_dtype and not _autocasts(out.device.type):
-        out = out.to(q_dtype)
-    return out
+        return out
+    softcap = options["softcap"]
+    _fall_back(module, reason, capped=bool(softcap))
+    dropout, scaling, causal, s_aux = (options[name] for name in ("dropout_p", "softmax_scale", "causal", "s_aux"))
+    return _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap)
 
 
-def _run_kernel(module, q, k, v, sequences, documents, causal, sliding_window, options: dict[str, Any]) -> torch.Tensor:
-    options |= {"causal": causal, "window_size": window_of(causal, sliding_window)}
+def _run_kernel(module, q, k, v, sequences, documents, options: dict[str, Any]) -> torch.Tensor:
     if documents is not None:
         record(module, "documents")
         packed = (x.flatten(0, 1) for x in (q, k, v))
         return flash_attn_varlen_func(*packed, *documents, **options).unflatten(0, q.shape[:2])
     if sequences is not None:
         record(module, "padded")
-        padded = sequences.padded(q.shape[1], same_tokens=causal or bool(sliding_window))
+        padded = sequences.padded(q.shape[1], same_tokens=options["window_size"] != (-1, -1))
         ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
         return flash_attn_ranges_func(q, k, v, *ranges, **options)
     record(module, "dense")
@@ -316,7 +323,7 @@ class _LookedAt(NamedTuple):
     """What position_ids held when the first layer of a forward looked at them."""
 
     documents: Documents | None
-    version: int | None  # torch's counter of changes in place, which tensors of torch.inference_mode do not have
+    version: int | None  # of the tensor then
     layers: WeakSet[torch.nn.Module]  # those of this forward so far; one that comes again is of another forward
 
 
@@ -329,7 +336,7 @@ def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Ten
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
         return None
-    version = None if position_ids.is_inference() else position_ids._version
+    version = context_parallel.version_of(position_ids)
     known: _LookedAt | None = _positions.get(position_ids)
     if known is None or known.version != version or module in known.layers:
         known = _LookedAt(Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
