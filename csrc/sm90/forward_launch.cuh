@@ -18,6 +18,9 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
   return together * 10 <= ceil_div(params.max_seqlen_q, block_rows) * group * 9 ? group : 1;
 }
 
+// What times are made of in choose_splits and choose_run.
+constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
+
 // How many thread blocks share the key blocks of a tile: more than 1 where tiles are so few that multiprocessors have nothing to do, from
 // the start or in a last round, and a tenth of the time is saved. Time is counted in blocks of 128 keys at d 128 (block_time: of one of these
 // tiles), the constants are of an H200. A round over the multiprocessors takes those of one share, and kTileTime for its beginning and end;
@@ -29,7 +32,6 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
 // 2k, d 64 22.8 -> 20.5. With 1, prompts of 64 and of 512 tokens against 256 and 512 keys took 0.6 and 0.8 us longer.
 inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
                          int multiprocessors) {
-  constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
   constexpr int kMostRounds = 4;
   const int64_t tiles = query_blocks * heads;
   if (tiles == 0) return 1;
@@ -57,7 +59,6 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
 // PERF: one H200, full at 4k, 8k, 16k, TFLOP/s: d 128 705 691 683 -> 715 702 697, d 256 at 8k, 16k 750 702 -> 764 720, d 64 at 4k 526 -> 530.
 template <typename Shape>
 int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_blocks, double block_time, int multiprocessors) {
-  constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
   const bool ragged =
       params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr;
   const int rest = static_cast<int>(tiles % multiprocessors);
