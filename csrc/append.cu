@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int length = p.lengths[batch], key = length + token;
   if (token == 0 && threadIdx.x == 0) {
     p.ranges[batch] = 0;
-    p.ranges[p.batch + batch] = min(max(length + p.seqlen, 0), p.capacity);
+    p.ranges[p.batch + batch] = length < 0 ? 0 : min(length + p.seqlen, p.capacity);
   }
-  if (key < 0 || key >= p.capacity) return;
+  if (length < 0 || length >= p.capacity - token) return;
   const KeyPlace place =
       p.block_table == nullptr ? KeyPlace{batch, key} : find_key(p.block_table, p.block_table_stride, p.page_size, batch, key);
   for (int i = threadIdx.x; i < max(of_k.count, of_v.count); i += kThreads) {

@@ -162,12 +162,12 @@ def _ranges(lengths: torch.Tensor, capacity: int) -> torch.Tensor:
 def _append_cpu(k, v, k_cache, v_cache, lengths, block_table):
     seqlen, page_size, capacity = k.shape[1], k_cache.shape[1], kernels.capacity_of(k_cache, block_table)
     keys = lengths.long()[:, None] + torch.arange(seqlen, device=k.device)
-    sequences, tokens = ((keys >= 0) & (keys < capacity)).nonzero(as_tuple=True)
+    sequences, tokens = ((lengths >= 0)[:, None] & (keys < capacity)).nonzero(as_tuple=True)
     places = keys[sequences, tokens]
     pages = sequences if block_table is None else block_table.long()[sequences, places // page_size]
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache[pages, places % page_size] = new[sequences, tokens]
-    return _ranges(lengths + seqlen, capacity)
+    return _ranges(torch.where(lengths < 0, 0, lengths + seqlen), capacity)
 
 
 def _append_fake(k, v, k_cache, v_cache, lengths, block_table):

@@ -57,6 +57,8 @@ CASES = [
     Decoding("last-queries", lengths=(129, 40), new=10, queries=3),
     Decoding("not-causal", lengths=(129, 40), new=3, queries=3, causal=False),
     Decoding("nobody", lengths=(-1, 200, -1)),
+    Decoding("nobody-of-several", lengths=(-1, 200, -2), new=4, queries=4),
+    Decoding("no-pages-nobody-of-several", lengths=(-1, 200, -2), new=4, queries=4, page_size=0),
     Decoding("window", 128, lengths=(700, 20), window=(130, -1)),
     Decoding("sinks", 128, heads=(8, 1), lengths=(700, 20), sinks=True),
     *(Decoding(f"capped-{d}", d, heads=(8, 2), lengths=(700, 20), queries=2, new=2, softcap=5.0) for d in (64, 96, 128, 256)),
@@ -76,7 +78,7 @@ def decode(case: Decoding, dtype: torch.dtype, device, **overrides) -> tuple[dic
     batch, (heads, heads_k) = len(case.lengths), case.heads
     head_dims = case.head_dim, case.head_dim_v or case.head_dim
     longest = max(case.lengths) + case.new
-    totals = [max(length + case.new, 0) for length in case.lengths]
+    totals = [0 if length < 0 else length + case.new for length in case.lengths]
     q = random(batch, case.queries, heads, head_dims[0])
     old = [random(batch, longest, heads_k, d) for d in head_dims]
     new = [random(batch, case.new, heads_k, d) for d in head_dims]
