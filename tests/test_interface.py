@@ -430,6 +430,45 @@ def test_greedy_generation_token_by_token(family, padding, cache, device):
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments)
 
 
+WAYS_TO_GENERATE = {
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "prompt in pieces": {"prefill_chunk_size": 5},
+    "guesses from the prompt": {"prompt_lookup_num_tokens": 3, "eos_token_id": 60},  # which Transformers 4 needs there
+    "guesses of another model": {"num_assistant_tokens": 3},
+    "without a cache": {"use_cache": False},
+    "from embeddings": {},
+    "going on": {},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in half types beams swap places, and guesses are kept or not, at ties")
+@pytest.mark.parametrize("way", WAYS_TO_GENERATE)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_ways_to_generate(family, way):
+    """Several tokens after a cache, caches that are reordered, cut or gone on with: the tokens are eager's."""
+    rows = slice(1, 2) if way.startswith("guesses") else slice(None)  # what generate() takes
+    ids, mask = tiny.tokens()[rows], tiny.attention_mask("left")[rows]
+    arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None} | WAYS_TO_GENERATE[way]
+
+    def answer(model, assistant) -> torch.Tensor:
+        if way == "from embeddings":
+            return model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, **arguments)
+        if way == "guesses of another model":
+            return model.generate(ids, attention_mask=mask, assistant_model=assistant, **arguments)
+        if way != "going on":
+            return model.generate(ids, attention_mask=mask, **arguments)
+        before = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **arguments)
+        longer = torch.cat((before.sequences, tiny.tokens(seqlen=3)), 1)
+        longer_mask = torch.cat((mask, torch.ones(BATCH, longer.shape[1] - SEQLEN, dtype=mask.dtype)), 1)
+        return model.generate(longer, attention_mask=longer_mask, past_key_values=before.past_key_values, **arguments)
+
+    ours, eager = tiny.twins(family)
+    with notices.record_calls() as calls:
+        found = answer(ours, tiny.model("qwen3"))
+    assert calls
+    assert torch.equal(found, answer(eager, eager))
+
+
 def test_generation_of_an_encoder_decoder(device):
     ours, eager = tiny.twins("bart", device, DTYPES[0])
     mask = tiny.attention_mask("right", device)
