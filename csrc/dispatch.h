@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "errors.h"
 #include "launch.h"
 
 // A development build may compile fewer head dims (HF_FLASH2_HEAD_DIMS=64,128 in the environment of build.py).

@@ -14,7 +14,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     cudaDriverEntryPointQueryResult result;
     check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
                "looking for cuTensorMapEncodeTiled");
-    if (function == nullptr) throw LaunchError(kErrorUnsupported, "the NVIDIA driver has no cuTensorMapEncodeTiled: update it");
+    if (function == nullptr) fail_launch(kErrorUnsupported, "the NVIDIA driver has no cuTensorMapEncodeTiled: update it");
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   return encoder;
@@ -66,7 +66,7 @@ inline CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const 
   const CUresult result = tensor_map_encoder()(
       &map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data, sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) throw LaunchError(kErrorCuda, "making a tensor map: driver error " + std::to_string(result));
+  if (result != CUDA_SUCCESS) fail_launch(kErrorCuda, "making a tensor map: driver error ", result);
   return map;
 }
 

@@ -101,9 +101,10 @@ def build(units: tuple[str, ...], folder: Path = DEFAULT_FOLDER, csrc: Path = RO
 def build_file(source: Path, folder: Path = DEFAULT_FOLDER, csrc: Path = ROOT / "csrc") -> Path:
     """The same for a CUDA file of its own, which may include csrc's headers; returns the path of a library with its functions."""
     with _lock(folder):
-        _translate_csrc(csrc, _load(csrc / "instantiate.py").headers(), folder / "csrc")
+        general = _translate_csrc(csrc, _load(csrc / "instantiate.py").headers(), folder / "csrc")
         translated = _write_if_changed(folder / "units" / f"{source.stem}.cpp", _translate(source.read_text(), str(source)))
-        return _compile_all([(translated, (*KERNEL_FLAGS, "-D__CUDA_ARCH__=900"))], folder, None)
+        sources = [translated, *(path for path in general if path.stem == "launch")]
+        return _compile_all([(path, (*KERNEL_FLAGS, "-D__CUDA_ARCH__=900")) for path in sources], folder, None)
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ def _translate_csrc(csrc: Path, headers: dict[str, str], target: Path) -> list[P
 def _stub(source: str, name: str) -> str:
     """A unit whose functions exist but refuse to run."""
     message = f'throw LaunchError(kErrorUnsupported, "{name} is not part of this emulated library");'
-    return '#include "launch.h"\n' + re.sub(
+    return '#include "errors.h"\n' + re.sub(
         r"^template (?P<function>.*);$", rf"template <> \g<function> {{ {message} }}", source, flags=re.M
     )
 

@@ -6,6 +6,7 @@
 #include "device/mbarrier.cuh"
 #include "device/shared_memory.cuh"
 #include "device/warpgroup.cuh"
+#include "errors.h"
 #include "launch.h"
 
 namespace {

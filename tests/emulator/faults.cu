@@ -10,6 +10,7 @@
 #include "device/swizzle.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "errors.h"
 #include "launch.h"
 #include "sm90/tensor_map.h"
 #include "wgmma.cuh"
