@@ -85,7 +85,8 @@ void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
 }
 
 void check_head_dim(const char* name, int head_dim) {
-  if (head_dim <= 0 || head_dim > 256 || head_dim % 8 != 0) reject(name, "a multiple of 8, at most 256", std::to_string(head_dim));
+  if (head_dim <= 0 || head_dim > kMostForwardHeadDim || head_dim % 8 != 0)
+    reject(name, "a multiple of 8, at most " + std::to_string(kMostForwardHeadDim), std::to_string(head_dim));
 }
 
 // Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
@@ -127,6 +128,9 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
   if (p.forward.block_table != nullptr) reject("block_table", "none in a backward", "one");
+  const int head_dim = std::max(p.forward.head_dim, p.forward.head_dim_v);
+  if (head_dim > kMostBackwardHeadDim)
+    reject("head_dim in a backward", "at most " + std::to_string(kMostBackwardHeadDim), std::to_string(head_dim));
   if ((p.forward.sinks == nullptr) != (p.dsinks == nullptr)) reject("dsinks", "given with sinks, and only then", "one without the other");
 }
 
@@ -198,6 +202,8 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > sm90::kMostDropout) return "it has no dropout above 0.9";
   if (p.dropout_p > 0.f && p.softcap > 0.f) return "it has no dropout of capped scores";
+  if (std::max(p.head_dim, p.head_dim_v) > 256 && (p.dropout_p > 0.f || p.softcap > 0.f))
+    return "it has neither dropout nor capped scores above head dim 256";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool paged = p.block_table != nullptr;
   if (paged && p.head_dim_v > 128 && std::max(p.head_dim, p.head_dim_v) <= 192) return "its blocks of 112 keys at head dim 192 cross pages";
@@ -232,7 +238,7 @@ struct ForwardKernels {
 
 ForwardKernels choose_forward(const HfFlash2ForwardParams& params) {
   const HfFlash2Family family = choose_family(params.family, reason_not_sm90(params));
-  return dispatch_head_dim<ForwardKernels>(params, [&](auto head_dim) {
+  return dispatch_forward_head_dim<ForwardKernels>(params, [&](auto head_dim) {
     return dispatch_dtype(params.dtype, [&](auto dtype) -> ForwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
@@ -252,7 +258,7 @@ struct BackwardKernels {
 
 // Unlike in the forward, a forced Hopper family gives way to sm80 where it has no backward.
 BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
-  return dispatch_head_dim<BackwardKernels>(params.forward, [&](auto head_dim) {
+  return dispatch_backward_head_dim<BackwardKernels>(params.forward, [&](auto head_dim) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);

@@ -7,7 +7,8 @@ nothing generated is ever committed. Head dims and dtypes here are the template 
 
 from dataclasses import dataclass
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+BACKWARD_HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (*BACKWARD_HEAD_DIMS, 512)  # of the forward
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 FAMILIES = {"sm80": ("backward", "forward"), "sm90": ("backward", "forward")}  # the slow ones first, so that the cores finish together
 
@@ -26,11 +27,18 @@ class Product:
 PRODUCTS = (
     # Widths: S by key blocks (forward) and query blocks (backward) of tiles.h.
     Product(
-        "WgmmaShared", "A and B in shared memory, both contracted along their columns (K-major).", False, "1, 1, 0, 0", (64, 80, 112, 128)
+        "WgmmaShared",
+        "A and B in shared memory, both contracted along their columns (K-major).",
+        False,
+        "1, 1, 0, 0",
+        (32, 64, 80, 112, 128),
     ),
     # Widths: the columns of dQ that one warpgroup computes.
     Product("WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (32, 64)),
-    Product("WgmmaRegisters", "A in registers, B in shared memory, contracted along its rows (MN-major).", True, "1, 1, 1", HEAD_DIMS),
+    # Widths: the columns of O (forward), of dK and dV (backward).
+    Product(
+        "WgmmaRegisters", "A in registers, B in shared memory, contracted along its rows (MN-major).", True, "1, 1, 1", BACKWARD_HEAD_DIMS
+    ),
 )
 
 
@@ -54,6 +62,7 @@ def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
         for family, directions in FAMILIES.items()
         for direction in directions
         for head_dim in sorted(head_dims, reverse=True)
+        if direction == "forward" or head_dim in BACKWARD_HEAD_DIMS
         for dtype, ctype in DTYPES.items()
     ]
 

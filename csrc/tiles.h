@@ -2,6 +2,10 @@
 // Shared memory is what decides: 99 KB a block on sm_86, sm_89 and sm_120, 163 KB on sm_80, 227 KB on sm_90.
 #pragma once
 
+namespace hf_flash2 {
+constexpr int kMostValueColumns = 256;  // of O, that the registers of a warp, or of a warpgroup, hold
+}
+
 namespace hf_flash2::sm80 {
 
 // Both directions have two sets of tiles: kLarge for GPUs with the shared memory of Hopper and Blackwell data-center parts (forward) or of
@@ -46,6 +50,17 @@ struct ForwardTile<256, TileVariant::kLarge> {
 template <>
 struct ForwardTile<256, TileVariant::kSmall> {
   static constexpr int kBlockM = 64, kBlockN = 32, kNWarps = 4, kBlocksPerSm = 2;
+};
+
+// O takes as many registers as at d 256, as half of its columns are computed at a time (for_each_value_slice): Q + 2 stages of K and half of V
+// = (M D + 3 N D) * 2 bytes.
+template <>
+struct ForwardTile<512, TileVariant::kLarge> {
+  static constexpr int kBlockM = 64, kBlockN = 32, kNWarps = 4, kBlocksPerSm = 1;
+};
+template <>
+struct ForwardTile<512, TileVariant::kSmall> {
+  static constexpr int kBlockM = 32, kBlockN = 16, kNWarps = 2, kBlocksPerSm = 1;
 };
 
 // Backward. Shared memory: K + V + kStages (Q + dO) + P + dS = (2 N D + 2 kStages M D + 2 M N) * 2 bytes.
@@ -126,7 +141,7 @@ namespace hf_flash2::sm90 {
 // 335 470 470, causal level there. Two buffers of Q alone, causal 315 494 628. A fifth stage, O through the ring: 0 to 3 % slower, one H200.
 enum class TileSize { kSmall, kMedium, kLarge };
 template <int kHeadDim>
-constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;
+constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256 || kHeadDim == 512;
 template <int kHeadDim>
 constexpr bool kForwardHasMedium = kHeadDim == 128;
 
@@ -180,6 +195,23 @@ struct ForwardTile<256> {
 template <>
 struct ForwardTile<256, TileSize::kSmall> {
   static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
+  static constexpr bool kOutApart = false;
+};
+
+// Above head dim 256 a warpgroup computes half of the columns of O, and all of S: 1.5 times the products. 32 keys, as Q of 128 rows takes 128 KB.
+// PERF: one H200, 4 heads of 512, at 1k, 4k, 16k, TFLOP/s: full 367 418 423, causal 282 394 418; torch's memory-efficient kernel, the only one of
+// SDPA there, 153 151 147, 123 131 124.
+// kLarge: 128 rows, the halves one kernel after the other (for_each_value_slice); O leaves from registers. kSmall, for few queries and few tiles:
+// 64 rows, the halves a warpgroup each, so that K is read once. PERF: one H200, large -> small tiles, one query of 32/8 heads, 1, 8, 32 sequences
+// of 8k: 1717 2722 2840 -> 2491 4206 4431 GB/s; 4 heads, one causal sequence of 256, 512, 1k, 2k: 9 28 85 149 -> 13 49 112 182 TFLOP/s.
+template <>
+struct ForwardTile<512, TileSize::kLarge, 256> {
+  static constexpr int kConsumers = 2, kBlockN = 32, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
+  static constexpr bool kOutApart = false;
+};
+template <>
+struct ForwardTile<512, TileSize::kSmall> {
+  static constexpr int kConsumers = 2, kBlockN = 32, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = false;
 };
 

@@ -7,6 +7,7 @@
     small    grids too small to give every multiprocessor of a large GPU a block
     decode   one query, or a few, after many cached keys: a step of generation
     mla      multi-head latent attention: 16 heads with 192 for q and k, 128 for v
+    wide     head dims above 256, forward
     dropout  attention with dropout, beside attention without
 
 With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument(
-        "--tokens", type=positive, help="papers, mla, dropout, ragged: batch = tokens / seqlen (default 16384, ragged 32768)"
+        "--tokens", type=positive, help="papers, mla, wide, dropout, ragged: batch = tokens / seqlen (default 16384, ragged 32768)"
     )
     parser.add_argument(
         "--hidden-size", type=positive, default=2048, help="heads = hidden size / head dim, gqa, small, decode and mla apart (default 2048)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import support
 from .bench_shared import ragged_lengths
 
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
@@ -62,6 +63,8 @@ class Point:
             return "decode" if self.queries == 1 else "decode, mask"
         if self.dropout > 0:
             return "dropout"
+        if max(self.head_dims) > support.MAX_GRADIENT_HEAD_DIM:
+            return "wide"
         return "dense" if self.window is None else "window"
 
     @property
@@ -161,6 +164,14 @@ def mla(args: argparse.Namespace) -> Iterator[Point]:
         yield Point("mla", mode, args.dtype, 192, causal, seqlen, (seqlen,) * batch, 16, 16, head_dim_v=128)
 
 
+def wide(args: argparse.Namespace) -> Iterator[Point]:
+    for head_dim, causal, seqlen in itertools.product(
+        args.head_dim or (512,), masks(args, (False, True)), args.seqlen or (1024, 4096, 16384)
+    ):
+        batch, heads = max(1, (args.tokens or 16384) // seqlen), max(1, args.hidden_size // head_dim)
+        yield Point("wide", "fwd", args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+
+
 def dropout(args: argparse.Namespace) -> Iterator[Point]:
     options = itertools.product(args.mode, args.head_dim or (64, 128), masks(args, (True,)), args.seqlen or (1024, 4096, 16384))
     for mode, head_dim, causal, seqlen in options:
@@ -218,6 +229,7 @@ SHAPES = {
     "mla": Shapes(
         mla, lambda row: f"{row.heads} heads of {row.head_dim}, v {row.head_dim_v}", lambda row: short(row.seqlen), "sequence length"
     ),
+    "wide": Shapes(wide, lambda row: f"head dim {row.head_dim}", lambda row: short(row.seqlen), "sequence length"),
     "dropout": Shapes(
         dropout, lambda row: f"head dim {row.head_dim}, dropout {row.dropout:g}", lambda row: short(row.seqlen),
         "sequence length", "without dropout",

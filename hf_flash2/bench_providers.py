@@ -125,6 +125,7 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
     providers += [
         Provider(f"{SDPA} flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), ("dense", "decode", "dropout")),
         Provider(f"{SDPA} cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("dense", "decode", "dropout")),
+        Provider(f"{SDPA} efficient", partial(sdpa, SDPBackend.EFFICIENT_ATTENTION), ("wide",)),
         Provider(f"{SDPA} efficient, mask", partial(masked_sdpa, SDPBackend.EFFICIENT_ATTENTION), ("ragged", "window", "decode, mask")),
         Provider(f"{SDPA} cudnn, mask", partial(masked_sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged", "window", "decode, mask")),
     ]
@@ -137,13 +138,13 @@ def all_providers(families: Iterable[str], with_eager: bool, with_deterministic:
 
 
 def eager_provider() -> Provider:
-    return Provider(EAGER, eager, ("dense", "ragged", "window", "decode", "decode, mask", "dropout"))
+    return Provider(EAGER, eager, ("dense", "ragged", "window", "wide", "decode", "decode, mask", "dropout"))
 
 
 def our_kernels(name: str, family: str, with_deterministic: bool, library: ctypes.CDLL | None = None) -> list[Provider]:
     """Our kernels of a family, of our library or another build."""
     providers = [
-        Provider(f"{name} {family}", dense, ("dense", "window", "decode", "decode, mask", "dropout"), family, library),
+        Provider(f"{name} {family}", dense, ("dense", "window", "wide", "decode", "decode, mask", "dropout"), family, library),
         Provider(f"{name} {family} padded", padded, ("ragged",), family, library),
         Provider(f"{name} {family} packed", packed, ("ragged",), family, library),
         Provider(f"{name} {family} paged", paged, ("decode", "decode, mask"), family, library),

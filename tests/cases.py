@@ -66,7 +66,14 @@ class Case:
         """The Hopper family leaves this case to the other one."""
         if self.dropout_p > 0.9 or (self.dropout_p > 0 and self.softcap > 0):
             return True
+        if self.beyond_gradients and (self.dropout_p > 0 or self.softcap > 0):
+            return True
         return self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k))
+
+    @property
+    def beyond_gradients(self) -> bool:
+        """The kernels have a forward of this case only."""
+        return max(self.head_dim, self.head_dim_v) > 256
 
     @property
     def scores(self) -> int:
@@ -93,6 +100,7 @@ EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
 SPLIT_Q, SPLIT_K = (1, 11, 0, 2), (2100, 0, 333, 7)
+WIDE_HEAD_DIMS = ((512, 512), (320, 320), (264, 264), (512, 256), (128, 400), (300, 257))  # of q and k, of v: without gradients on a GPU
 CAUSAL = (False, True)
 
 
@@ -233,6 +241,25 @@ def _table() -> list[Case]:
             Case("softcap", 256, (8, 1), lengths_q=(1,), lengths_k=(1100,), causal=causal, layout="cache", softcap=5.0),  # keys are split
             Case("softcap", 128, (8, 2), (17, 0, 1, 40), (130, 64, 1, 40), form="packed", causal=causal, softcap=5.0, sinks=2.0),
             Case("softcap", 40, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, softcap=5.0, sinks=2.0),
+        ]
+        for d, d_v in WIDE_HEAD_DIMS:
+            wide = {"head_dim": d, "head_dim_v": d_v, "causal": causal}
+            cases += [
+                Case("wide", heads=(4, 2), **wide),
+                Case("wide", heads=(2, 1), lengths_q=SHORT_Q, lengths_k=SHORT_K, form="packed", **wide),
+                Case("wide", heads=(2, 1), lengths_q=SHORT_Q, lengths_k=SHORT_K, form="ranges", padding="mixed", **wide),
+            ]
+        cases += [
+            Case("wide", 512, (2, 2), RAGGED, form="ranges", padding="holes", causal=causal),
+            Case("wide", 512, (4, 1), EMPTY_Q, EMPTY_K, form="packed", causal=causal, window=(63, -1)),
+            Case("wide", 512, (8, 1), (17, 17), (300, 300), causal=causal),  # the rows of a group in a tile
+            Case("wide", 512, (2, 1), (3, 3), (777, 777), causal=causal),  # keys are split
+            Case("wide", 512, (2, 1), SPLIT_Q, SPLIT_K, form="packed", causal=causal, sinks=2.0),
+            Case("wide", 512, (9, 3), (700,), causal=causal),
+            Case("wide", 512, (2, 1), (150,), causal=causal, layout="qkv_split"),
+            Case("wide", 512, (2, 1), (17,), (600,), causal=causal, layout="cache", rise=12.0),
+            Case("wide", 512, (2, 1), (150,), causal=causal, magnitude=3.0, softcap=5.0),
+            Case("wide", 384, (2, 1), RAGGED, form="packed", causal=causal, dropout_p=0.17, layout="tail"),
         ]
         for padding in ("right", "mixed", "holes"):
             cases.append(Case("sinks", 128, (4, 2), RAGGED, form="ranges", padding=padding, causal=causal, sinks=2.0))
@@ -405,7 +432,7 @@ class Sample:
             result = flash_attn_ranges_func(q, k, v, ranges_q, ranges_k, self.key_mask, **options)
         return result[:2]
 
-    def actual(self, with_dlse: bool = False, **overrides) -> dict[str, torch.Tensor]:
+    def actual(self, with_dlse: bool = False, with_gradients: bool = True, **overrides) -> dict[str, torch.Tensor]:
         """out, lse, dq, dk, dv, dsinks of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
         q, k, v, dout = self.inputs()
         inputs = (q, k, v)
@@ -413,16 +440,18 @@ class Sample:
             overrides["s_aux"] = self.sinks.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
             inputs += (overrides["s_aux"],)
         poison(q, k, v, dout)
-        out, lse = self.call(q, k, v, **overrides)
+        with torch.set_grad_enabled(with_gradients):
+            out, lse = self.call(q, k, v, **overrides)
+        results = {"out": self._from_form(out.detach(), self.valid_q), "lse": self._lse_from_form(lse.detach())}
+        if not with_gradients:
+            return results
         outputs, grads = [out], [dout]
         if with_dlse:
             outputs.append(lse)
             grads.append(self.dlse if lse.dim() == 3 else self.dlse.transpose(1, 2)[self.valid_q].T)
         poison(q, k, v, dout)
         dq, dk, dv, *dsinks = torch.autograd.grad(outputs, inputs, grads)
-        return {
-            "out": self._from_form(out.detach(), self.valid_q),
-            "lse": self._lse_from_form(lse.detach()),
+        return results | {
             "dq": self._from_form(dq, self.valid_q),
             "dk": self._from_form(dk, self.valid_k),
             "dv": self._from_form(dv, self.valid_k),

@@ -298,7 +298,7 @@ H200 = {"version": "580.95.05", "cuda": "13.0", "gpus": ["NVIDIA H200"]}
 def gpu_machine(monkeypatch):
     """A machine with one Hopper GPU and a full library; what it says can be changed."""
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132)
-    built = {"version": "0.1.0", "toolkit": "13.0.88", "archs": "sm_80,sm_90,compute_90", "head_dims": [64, 96, 128, 192, 256]}
+    built = {"version": "0.1.0", "toolkit": "13.0.88", "archs": "sm_80,sm_90,compute_90", "head_dims": [64, 96, 128, 192, 256, 512]}
     built["sources"] = build.digest_of_sources(build.source_folder())
     machine = types.SimpleNamespace(reason=None, built=built | {"families": ["sm80"]})
     monkeypatch.setattr(info, "_nvidia_driver", lambda: H200)
@@ -314,10 +314,11 @@ def gpu_machine(monkeypatch):
 
 def test_gpu_backends_and_why_no_better_one(gpu_machine, capsys):
     rows = {row["case"]: row for row in read_info(capsys)["backends"]}
-    served = rows["cuda:0, float16/bfloat16, head dim up to 256"]
+    served = rows["cuda:0, float16/bfloat16, head dim up to 512"]
     assert served["backend"] == "cuda-sm80" and "no Hopper kernels" in served["why_not_better"]
     assert rows["cuda:0, float32"]["backend"] is None and "float16, bfloat16" in rows["cuda:0, float32"]["why_not_better"]
-    assert "sdpa" in rows["cuda:0, head dim 257 and more"]["why_not_better"]
+    assert "sdpa" in rows["cuda:0, head dim 513 and more"]["why_not_better"]
+    assert "torch.no_grad()" in rows["cuda:0, gradients of head dims above 256"]["why_not_better"]
 
 
 def test_a_library_of_other_sources_is_told(gpu_machine, capsys):

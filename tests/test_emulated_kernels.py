@@ -46,7 +46,9 @@ def problems() -> list[tuple[str, Case]]:
         cases = [case for case in CASES if case.scores * case.head_dim < LONGEST and not (family == "sm90" and case.beyond_hopper)]
         sample = [case for case in cases if case.group != "long"][::every]
         always = [case for case in cases if case.window == (128, 128) and case.lengths_q == (300, 300)]
-        always += [case for case in cases if (case.group == "value" and case.layout == "wide") or case.group in ("sinks", "softcap")]
+        always += [
+            case for case in cases if (case.group == "value" and case.layout == "wide") or case.group in ("sinks", "softcap", "wide")
+        ]
         sample += [case for case in always if case not in sample]
         chosen += [(family, case) for case in (cases if os.environ.get("HF_FLASH2_EMULATE") == "all" else sample)]
     return chosen
@@ -64,8 +66,8 @@ def emulate(library, backward_families, monkeypatch):
     def run(family: str, sample: Sample, device: int = emulated.HOPPER, seed: int = 0, resident: int = 1, **overrides):
         monkeypatch.setenv("HF_FLASH2_FAMILY", family)
         with emulated.running(monkeypatch, library, device, seed, resident):
-            actual = sample.actual(**overrides)
-        assert last_backend() == f"cuda-{family}" and backward_families[-1] == family
+            actual = sample.actual(with_gradients=not sample.case.beyond_gradients, **overrides)
+        assert last_backend() == f"cuda-{family}" and (sample.case.beyond_gradients or backward_families[-1] == family)
         return actual
 
     return run
@@ -98,10 +100,19 @@ def test_ranges_of_no_tokens(queries, keys, library, monkeypatch):
 
 
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
-@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
 def test_tiles_of_smaller_gpus(head_dim, device, emulate):
     sample = Sample(Case("tiles", head_dim=head_dim, heads=(2, 1), lengths_q=(150,), lengths_k=(170,), causal=True), torch.bfloat16, CPU)
     check(emulate("sm80", sample, device), sample)
+
+
+@pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
+@pytest.mark.parametrize("head_dim_v", (512, 256, 200))
+def test_both_tiles_of_wide_heads(head_dim_v, device, emulate):
+    """Where there are more tiles than multiprocessors, and few."""
+    case = Case("wide", 512, (2, 1), (300, 90), (300, 170), head_dim_v=head_dim_v, form="packed", causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, device, resident=3), sample)
 
 
 @pytest.mark.parametrize(

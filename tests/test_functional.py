@@ -3,11 +3,12 @@
 import inspect
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, native, ops
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, native, ops, support
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -189,13 +190,13 @@ WRONG = {
     "keys and values": (dense(v=lambda x: x[:, :3]), "k and v", "[2, 5, 2, 16]", "[2, 3, 2, 16]"),
     "head dims": (dense(k=lambda x: x[..., :8]), "q and k", "head dim", "16 and 8"),
     "wide head": (
-        dense(**dict.fromkeys("qkv", lambda x: x.repeat(1, 1, 1, 17))),
+        dense(**dict.fromkeys("qkv", lambda x: x.repeat(1, 1, 1, 33))),
         "head_dim",
-        "256",
-        "272",
+        "512",
+        "528",
         "sdpa",
     ),
-    "wide value head": (dense(v=lambda x: x.repeat(1, 1, 1, 17)), "head_dim", "256", "272", "sdpa"),
+    "wide value head": (dense(v=lambda x: x.repeat(1, 1, 1, 33)), "head_dim", "512", "528", "sdpa"),
     "dropout": (dense(dropout_p=1.0), "dropout_p", "below 1", "1.0"),
     "negative dropout": (dense(dropout_p=-0.1), "dropout_p", "at least 0", "-0.1"),
     "window": (dense(window_size=(-2, 0)), "window_size", "-1 for unlimited", "(-2, 0)"),
@@ -315,3 +316,14 @@ def test_an_unknown_family_is_refused(monkeypatch):
 def test_the_module_documents_every_shared_argument():
     for name in TAIL:
         assert name in functional.__doc__ or name == "window_size", name
+
+
+def test_what_has_no_gradient_on_cuda():
+    reason = partial(support.reason_unsupported, dtype=DTYPE)
+    assert "got 257 and tensors that require one" in reason("cuda", head_dim=257, needs_gradient=True)
+    for device, head_dim, needs_gradient in (("cuda", 256, True), ("cuda", 512, False), ("cpu", 512, True)):
+        assert reason(device, head_dim=head_dim, needs_gradient=needs_gradient) is None
+    x = torch.zeros(1, requires_grad=True)
+    assert support.needs_gradient(x.detach(), x) and not support.needs_gradient(x.detach())
+    with torch.no_grad():
+        assert not support.needs_gradient(x)

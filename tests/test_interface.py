@@ -430,6 +430,22 @@ def test_greedy_generation_token_by_token(family, padding, cache, device):
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4ForCausalLM"), reason="this Transformers has no Gemma 4")
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_layers_with_wide_heads(padding, device):
+    """Gemma 4: global layers run on our kernels where no gradient is wanted, and where one is, on a GPU, on SDPA."""
+    ours, eager = tiny.twins("gemma4", device, DTYPES[0])
+    exact = tiny.eager_in_float32(eager)
+    ids, mask = tiny.tokens(device), tiny.attention_mask(padding, device)
+    kept = tiny.real(mask, ids)
+    route = "dense" if padding == "dense" else "padded"
+    for wanted, expected in ((False, route), (True, "sdpa" if device.type == "cuda" else route)):
+        with notices.record_calls() as calls, torch.set_grad_enabled(wanted):
+            results = [m(input_ids=ids, attention_mask=mask, use_cache=False).logits[kept] for m in (ours, eager, exact)]
+        tiny.assert_as_exact_as_eager(*results)
+        assert {layer.head_dim: routes for layer, routes in calls.items()} == {16: [route], 264: [expected]}
+
+
 WAYS_TO_GENERATE = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "prompt in pieces": {"prefill_chunk_size": 5},

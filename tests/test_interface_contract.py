@@ -218,7 +218,7 @@ def test_pages_that_cannot_be_decoded_from_say_what_to_do(device):
     (q, k, v), given = pages(device, [3, 4])
     with pytest.raises(ValueError, match=r"Layer was given a block_table without k_cache .*max_blocks_per_request=0"):
         attention(Layer(), q, k, v, **given | {"k_cache": None})
-    refused = [(128, 264, "head_dim must .* got 264"), (64, 16, "pages must hold a multiple of 128 tokens, got 64")]
+    refused = [(128, 520, "head_dim must .* got 520"), (64, 16, "pages must hold a multiple of 128 tokens, got 64")]
     if device.type == "cuda":  # the reference takes any head dim
         refused.append((128, 20, r"the head dim and the strides of k_cache must be multiples of 8.* got \[4, 128, 2, 20\]"))
     for tokens, head_dim, reason in refused:
@@ -569,8 +569,8 @@ def test_strict_forbids_sdpa(device, monkeypatch):
 @pytest.mark.parametrize("kind", ["dense", "padded", "documents"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, device):
-    """A head dim of 264 fits no kernel, whatever the sequences are."""
-    q, k, v = qkv(device, head_dim=264)
+    """A head dim of 520 fits no kernel, whatever the sequences are."""
+    q, k, v = qkv(device, head_dim=520)
     kwargs, mask = {}, None
     visible = causal_band(device=device).expand(BATCH, 1, -1, -1)
     if window:
@@ -583,21 +583,39 @@ def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, devic
         bounds = torch.tensor([0, 5, 12, 24, 40], dtype=torch.int32, device=device)  # not all tokens: the rest is no document
         kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 16, "max_length_k": 16}
         number = torch.bucketize(torch.arange(BATCH * SEQLEN, device=device), bounds[1:].long(), right=True)
-        q, k, v = (x.transpose(1, 2).reshape(1, BATCH * SEQLEN, -1, 264).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2).reshape(1, BATCH * SEQLEN, -1, 520).transpose(1, 2) for x in (q, k, v))
         visible = causal_band(BATCH * SEQLEN, BATCH * SEQLEN, device) & (number == number.unsqueeze(1))
         if window:
             visible = visible & torch.ones_like(visible).triu(1 - window)
         rows = (number < 4).unsqueeze(0)
     out = attention(Layer(), q, k, v, mask, sliding_window=window, **kwargs)
     assert_close(out, expected(q, k, v, visible), rows)
-    assert len(notices()) == 1 and "head_dim must be between 1 and 256, got 264" in notices()[0]
+    assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 
+def test_a_head_dim_without_gradients_stays_exact_on_sdpa(notices, device):
+    """Where a gradient is wanted, and on a GPU."""
+    q, k, v = qkv(device, head_dim=320)
+    layer, wanted = Layer(), expected(q, k, v, causal_band(device=device))
+    with hf_flash2.notices.record_calls() as calls, torch.no_grad():
+        assert_close(attention(layer, q, k.requires_grad_(), v), wanted)
+    assert calls == {layer: ["dense"]}
+    with hf_flash2.notices.record_calls() as calls:
+        out = attention(layer, q, k, v)
+    assert_close(out, wanted)
+    [dk] = torch.autograd.grad(out.float().sum(), k)
+    [expected_dk] = torch.autograd.grad(expected(q, k, v, causal_band(device=device)).float().sum(), k)
+    assert dk.shape == k.shape and torch.cosine_similarity(dk.float().flatten(), expected_dk.float().flatten(), 0) > 0.999
+    on_gpu = device.type == "cuda"
+    assert calls == {layer: ["sdpa" if on_gpu else "dense"]}
+    assert [("head dims above 256 have no gradient on cuda" in notice) for notice in notices()] == [True] * on_gpu
+
+
 def test_queries_are_the_last_keys_on_sdpa_too(device):
-    q, k, v = qkv(device, seqlen_q=3, head_dim=264)
+    q, k, v = qkv(device, seqlen_q=3, head_dim=520)
     assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(3, device=device)))
 
 

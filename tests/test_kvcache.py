@@ -36,14 +36,17 @@ class Decoding:
     def beyond_hopper(self) -> bool:
         """The Hopper family leaves this case to the other one."""
         widest, values = max(self.head_dim, self.head_dim_v), self.head_dim_v or self.head_dim
-        return self.page_size > 0 and values > 128 and widest <= 192
+        return (self.page_size > 0 and values > 128 and widest <= 192) or (widest > 256 and self.softcap > 0)
 
     def __str__(self) -> str:
         return self.name
 
 
 CASES = [
-    *(Decoding(f"d{d}", d) for d in (64, 96, 128, 192, 256)),
+    *(Decoding(f"d{d}", d) for d in (64, 96, 128, 192, 256, 512)),
+    Decoding("wide-one-key-head", 512, heads=(4, 1), lengths=(900, 20), new=2, queries=2),
+    Decoding("wide-no-pages", 320, lengths=(5, 300), page_size=0),
+    Decoding("wide-capped", 512, lengths=(70,), softcap=5.0),
     Decoding("latent", 192, head_dim_v=128),
     Decoding("values-of-200", 64, head_dim_v=200),
     Decoding("values-of-168", 64, head_dim_v=168),

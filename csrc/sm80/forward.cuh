@@ -25,8 +25,9 @@ template <int kHeadDim, TileVariant kVariant>
 struct ForwardShape : ForwardTile<kHeadDim, kVariant> {
   using Tile = ForwardTile<kHeadDim, kVariant>;
   static constexpr int kThreads = Tile::kNWarps * 32;
-  static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2;  // one stage of K or V
-  static constexpr int kSharedBytes = Tile::kBlockM * kHeadDim * 2 + 4 * kKeyBytes;
+  static constexpr int kHeadDimV = kHeadDim < kMostValueColumns ? kHeadDim : kMostValueColumns;
+  static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2, kValueBytes = Tile::kBlockN * kHeadDimV * 2;  // one stage of K, of V
+  static constexpr int kSharedBytes = Tile::kBlockM * kHeadDim * 2 + 2 * (kKeyBytes + kValueBytes);
   static constexpr bool kAhead = kHeadDim <= 128;
 };
 
@@ -36,8 +37,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
     forward_kernel(const __grid_constant__ HfFlash2ForwardParams params) {
   using Shape = ForwardShape<kHeadDim, kVariant>;
   constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN, kThreads = Shape::kThreads, kKeyBytes = Shape::kKeyBytes;
+  constexpr int kHeadDimV = Shape::kHeadDimV, kKeyToValueBytes = Shape::kKeyBytes / Shape::kValueBytes;
   constexpr int kRowsPerWarp = kBlockM / Shape::kNWarps;
-  constexpr int kMTiles = kRowsPerWarp / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+  constexpr int kMTiles = kRowsPerWarp / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDimV / 8;
 
   // Grid: query blocks fastest, so that blocks of one head run together and share its K and V in L2; the last, longest rows first.
   const QueryBlock at(params, kBlockM);
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
   extern __shared__ __align__(128) char shared[];
   const uint32_t sQ = shared_address(shared);       // [kBlockM, kHeadDim]; O on the way out
   const uint32_t sK = sQ + kBlockM * kHeadDim * 2;  // 2 x [kBlockN, kHeadDim]
-  const uint32_t sV = sK + 2 * kKeyBytes;           // 2 x [kBlockN, kHeadDim]
+  const uint32_t sV = sK + 2 * kKeyBytes;           // 2 x [kBlockN, kHeadDimV]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp * kRowsPerWarp;              // first row of this warp in the block
@@ -73,8 +75,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
       values = token_pointer<const T>(params.v, at.page, head_k, at.token - block * kBlockN);
     }
     load_tile_async<kBlockN, kHeadDim, kThreads>(sK + stage, keys, params.k.token_stride, block * kBlockN, seq_k.length, params.head_dim);
-    load_tile_async<kBlockN, kHeadDim, kThreads>(sV + stage, values, params.v.token_stride, block * kBlockN, seq_k.length,
-                                                 params.head_dim_v);
+    load_tile_async<kBlockN, kHeadDimV, kThreads>(sV + stage / kKeyToValueBytes, values, params.v.token_stride, block * kBlockN,
+                                                  seq_k.length, params.head_dim_v);
     cp_async_commit();
   };
 
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim, kVariant>::kThreads, Fo
       const auto bits = dropout.draw<kMTiles, kNTiles>(batch * params.heads_q + head, row_begin + warp_row, key_begin);
       bits.for_each_dropped(rate, [&](int m, int n, int c) { scores[m][n][c] = 0.f; });
     }
-    multiply_probabilities<T>(out, scores, RowsOfB<kHeadDim>(sV + stage, 0));
+    multiply_probabilities<T>(out, scores, RowsOfB<kHeadDimV>(sV + stage / kKeyToValueBytes, 0));
   }
 
   float normalise[kMTiles][2];

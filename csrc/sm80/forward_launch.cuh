@@ -21,13 +21,18 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 }
 
 template <int kHeadDim, typename T>
-void run_forward(const HfFlash2ForwardParams& params) {
+void run_slice(const HfFlash2ForwardParams& params) {
   using Large = ForwardShape<kHeadDim, TileVariant::kLarge>;
   if constexpr (kForwardHasSmall<kHeadDim>) {
     if (shared_memory_per_block(params.device) < Large::kSharedBytes * Large::kBlocksPerSm)
       return launch_forward<kHeadDim, T, TileVariant::kSmall>(params);
   }
   launch_forward<kHeadDim, T, TileVariant::kLarge>(params);
+}
+
+template <int kHeadDim, typename T>
+void run_forward(const HfFlash2ForwardParams& params) {
+  for_each_value_slice(params, kMostValueColumns, run_slice<kHeadDim, T>);
 }
 
 }  // namespace hf_flash2::sm80

@@ -123,9 +123,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   constexpr bool kCapped = kIsCapped<kExtra>, kDropout = kExtra == ForwardExtra::kDropout;
   const HfFlash2ForwardParams& params = arguments.params;
   const int group = warpgroup_index(), lane = threadIdx.x % 32;
-  const int group_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
+  const int group_row = Shape::row_group(group) * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
+  const auto stores_lse = [&] { return lane % 4 == 0 && Shape::first_column(group) == 0; };
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
   const float scale_log2 = kCapped ? arguments.cap.log2 : params.softmax_scale * kLog2e;
 
@@ -136,7 +137,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   // all there are. One H200, call by call, full and causal at 1k, 4k, 16k, TFLOP/s: d 128 631 684 660 -> 646 699 670, 423 658 614 -> 430
   // 667 626; d 256 0 to 2 % faster; d 64 level, but 0.5 to 1 % faster with key blocks counted unsigned, which costs d 128 0.5 to 1 %.
   const auto issue_scores = [&](int tile, int stage) {
-    const uint64_t queries = panel_descriptor(shared.q(tile) + group * 8192), keys = panel_descriptor(shared.k(stage));
+    const uint64_t queries = panel_descriptor(shared.q(tile) + Shape::row_group(group) * 8192), keys = panel_descriptor(shared.k(stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k)
@@ -145,7 +146,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     wgmma_commit();
   };
   const auto issue_output = [&](int stage) {
-    const uint64_t values = panel_descriptor(shared.v(stage), Shape::kKeyPanelBytes);
+    const uint32_t columns = shared.v(stage) + Shape::first_column(group) / 64 * Shape::kKeyPanelBytes;
+    const uint64_t values = panel_descriptor(columns, Shape::kKeyPanelBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k)
@@ -166,7 +168,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   // Where O has no shared memory apart: the "empty" barrier of the stage that it leaves through, until the copy engine has read it; else 0.
   uint32_t lent = 0;
   const auto give_stage_back = [&] {
-    if (!Shape::kOutApart && lent != 0 && elected) {
+    if (Shape::kLendsStages && lent != 0 && elected) {
       bulk_wait_read<0>();
       mbarrier_arrive(lent);
     }
@@ -181,14 +183,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
-    const bool lends = !Shape::kOutApart && is_whole<Shape>(arguments, task);
+    const bool lends = Shape::kLendsStages && is_whole<Shape>(arguments, task);
     uint32_t through = shared.out(group);
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
       const ForwardTask done = ForwardTask::load(shared.task(tile));  // again: registers
       softmax.finish(rescale, kDropout ? arguments.dropout.out_scale : 1.f,
                      [&](int, int half) { return sink_of_row<Shape>(arguments, done, row + half * 8); });
-      if (lane % 4 == 0) store_lse<Shape>(arguments, done, row, softmax.row_max[0]);
+      if (stores_lse()) store_lse<Shape>(arguments, done, row, softmax.row_max[0]);
     };
 
     if (task.key_block_begin < task.key_block_end) {
@@ -338,7 +340,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     } else {
       give_stage_back();
       mbarrier_arrive(shared.q_empty(tile, query_part));
-      if (lane % 4 == 0) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
+      if (stores_lse()) store_lse<Shape>(arguments, task, row, {INFINITY, INFINITY});
       clear_out();
     }
     const ForwardTask done = ForwardTask::load(shared.task(tile));

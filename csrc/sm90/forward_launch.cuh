@@ -109,7 +109,7 @@ struct ForwardPlan {
     plan.query_blocks = ceil_div(int64_t{params.max_seqlen_q} * plan.tile_heads, Shape::kBlockM);
     plan.heads = params.heads_q / plan.tile_heads * params.batch;
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
-    const double block_time = Shape::kBlockN * (Shape::kHeadDim + Shape::kHeadDimV) / (2.0 * 128 * 128);
+    const double block_time = Shape::kBlockN * (Shape::kHeadDim + Shape::kOutColumns) / (2.0 * 128 * 128);
     const int key_blocks = static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN));
     plan.splits = choose_splits(plan.query_blocks, plan.heads, key_blocks, block_time, ForwardResults::share_bytes(params, 1),
                                 is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
@@ -206,7 +206,9 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
   if constexpr (Shape::kHasPaged) {
     if (paged && !capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPaged>, ForwardArguments>;
-    if (paged && capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPagedCapped>, ForwardArguments>;
+    if constexpr (Shape::kHasCapped) {
+      if (paged && capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kPagedCapped>, ForwardArguments>;
+    }
   }
   if constexpr (Shape::kHasDropout) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
@@ -236,6 +238,7 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
     const bool brief = std::max(params.max_seqlen_q, params.max_seqlen_k) <= kBrief;
     return few_tiles || few_queries ? TileSize::kSmall : brief ? TileSize::kMedium : TileSize::kLarge;
   }
+  if (kHeadDim == 512) return few_tiles || few_queries ? TileSize::kSmall : TileSize::kLarge;
   const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
   const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
   return short_triangle || closer || params.softcap > 0.f || params.dropout_p > 0.f ? TileSize::kSmall : TileSize::kLarge;
@@ -254,18 +257,25 @@ auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
   if constexpr (kHeadDim == 192) {
     if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileSize::kLarge, 128>{});
   }
-  return f(ForwardShape<kHeadDim, TileSize::kLarge>{});
+  return f(ForwardShape<kHeadDim, TileSize::kLarge, std::min(kHeadDim, kMostValueColumns)>{});
 }
 
 template <int kHeadDim, typename T>
 int64_t forward_workspace_bytes(const HfFlash2ForwardParams& params) {
-  return with_forward_shape<kHeadDim>(
-      params, [&](auto shape) { return ForwardPlan::make<decltype(shape)>(params).workspace_bytes(params, decltype(shape)::kBlockM); });
+  return with_forward_shape<kHeadDim>(params, [&](auto shape) {
+    using Shape = decltype(shape);
+    int64_t bytes = 0;
+    for_each_value_slice(params, Shape::kOutColumns, [&](const HfFlash2ForwardParams& slice) {
+      bytes = std::max(bytes, ForwardPlan::make<Shape>(slice).workspace_bytes(slice, Shape::kBlockM));
+    });
+    return bytes;
+  });
 }
 
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
-  with_forward_shape<kHeadDim>(params, [&](auto shape) { launch_forward<decltype(shape), T>(params); });
+  with_forward_shape<kHeadDim>(
+      params, [&](auto shape) { for_each_value_slice(params, decltype(shape)::kOutColumns, launch_forward<decltype(shape), T>); });
 }
 
 }  // namespace hf_flash2::sm90

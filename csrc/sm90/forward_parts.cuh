@@ -15,10 +15,13 @@ namespace hf_flash2::sm90 {
 template <int kHeadDimension, TileSize kSize, int kHeadDimensionV = kHeadDimension>
 struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   using Tile = ForwardTile<kHeadDimension, kSize, kHeadDimensionV>;
-  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV;
-  static constexpr int kBlockM = Tile::kConsumers * 64;
+  // Above 256 columns of V, two warpgroups have the same rows, and each half of the columns.
+  static constexpr int kColumnGroups = kHeadDimensionV > kMostValueColumns ? 2 : 1, kRowGroups = Tile::kConsumers / kColumnGroups;
+  static constexpr int kHeadDim = kHeadDimension, kOutColumns = kHeadDimensionV;
+  static constexpr int kHeadDimV = kOutColumns / kColumnGroups;  // of a warpgroup
+  static constexpr int kBlockM = kRowGroups * 64;
   static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
-  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
+  static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kOutColumns + 63) / 64;
   static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
@@ -37,14 +40,15 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
   // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64
   // keys, 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
-  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (Tile::kConsumers > 1 && kSize != TileSize::kLarge);
+  static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (kRowGroups > 1 && kSize != TileSize::kLarge);
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
-  static constexpr bool kHasCapped = kHeadDim < 256 || kSize == TileSize::kSmall;
+  static constexpr bool kHasCapped = kHeadDim < 256 || (kHeadDim == 256 && kSize == TileSize::kSmall);
   // Dropout: in one size of tiles, but d 64. PERF: one H200, d 64 causal at 512, 1k, 2k, 4k, TFLOP/s, small and large tiles 231 284 337 360, 188
   // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300. Tried and left: d 64 with two warpgroups of 240 registers,
   // which draw early, 128 and 64 keys a block, full at 1k, 4k, 16k: 364 415 417 -> 345 386 381, 323 356 347.
-  static constexpr bool kHasDropout = kHeadDim == 64 || kSize == (kHeadDim < 256 ? TileSize::kLarge : TileSize::kSmall);
+  static constexpr bool kHasDropout =
+      kHeadDim == 64 || (kHeadDim <= 256 && kSize == (kHeadDim < 256 ? TileSize::kLarge : TileSize::kSmall));
   // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: late -> early, one H200, full
   // and causal at 4k: d 128 500 496 -> 543 536, d 96 480 421 -> 472 455, d 192 572 552 -> 636 588, d 64 404 382 -> 395 370, d 256 599 589 -> 590
   // 582. While S is under way: d 128 526 514 -> 506 489, d 64 level.
@@ -60,9 +64,13 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.
   static constexpr int kOutPanelBytes = Tile::kOutApart ? kQueryPanelBytes : 64 * 128;
-  static_assert(Tile::kOutApart || (Tile::kConsumers == 2 && kOutPanelBytes * kValuePanels <= kValueBytes), "a stage for each");
+  // O leaves through a stage of K for one warpgroup, of V for the other, where these are large enough.
+  static constexpr int kOutPanels = (kHeadDimV + 63) / 64;
+  static constexpr bool kLendsStages = !Tile::kOutApart && Tile::kConsumers == 2 && kOutPanelBytes * kOutPanels <= kValueBytes;
   static constexpr int kSharedBytes = Tile::kQueryStages * kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes +
                                       kTasks * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+  static __device__ __forceinline__ int row_group(int group) { return kColumnGroups == 1 ? group : group % kRowGroups; }
+  static __device__ __forceinline__ int first_column(int group) { return kColumnGroups == 1 ? 0 : group / kRowGroups * kHeadDimV; }
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -163,6 +171,7 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool whole, uint32_t through, const ForwardTask& task, int row,
                                           const float (&out)[Shape::kHeadDimV / 8][4]) {
   const HfFlash2ForwardParams& params = arguments.params;
+  const int column = Shape::kColumnGroups == 1 ? 0 : Shape::first_column(warpgroup_index());
   if (whole) {
     const int group = warpgroup_index();
     uint32_t rounded[Shape::kHeadDimV / 4];
@@ -170,9 +179,9 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, boo
     store_panels<Shape::kOutPanelBytes, Shape::kHeadDimV / 8>(through, rounded);
     named_barrier_sync(kOutBarrier + group, 128);
     if (threadIdx.x % 128 == 0) {
-      const int token = task.q.start + ((task.row_begin + group * 64) >> arguments.tile_heads_log2);
-      for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-        tma_store<Shape::kStreams>(&arguments.out, through + panel * Shape::kOutPanelBytes, panel * 64, task.head, token,
+      const int token = task.q.start + ((task.row_begin + Shape::row_group(group) * 64) >> arguments.tile_heads_log2);
+      for (int panel = 0; panel < Shape::kOutPanels; ++panel)
+        tma_store<Shape::kStreams>(&arguments.out, through + panel * Shape::kOutPanelBytes, column + panel * 64, task.head, token,
                                    params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
       bulk_commit();
     }
@@ -187,9 +196,9 @@ __device__ __forceinline__ void store_out(const ForwardArguments& arguments, boo
       const int piece_row = task.slot * Shape::kBlockM + row + half * 8 - task.row_begin;
       float* const share = is_piece ? arguments.shared.out + static_cast<int64_t>(piece_row) * params.head_dim_v
                                     : token_pointer<float>(to, at.batch, at.head, at.token) + task.split * params.head_dim_v;
-      store_row(out, half, share, at.valid, params.head_dim_v);
+      store_row(out, half, share + column, at.valid, params.head_dim_v - column);
     } else {
-      store_row(out, half, token_pointer<T>(to, at.batch, at.head, at.token), at.valid, params.head_dim_v);
+      store_row(out, half, token_pointer<T>(to, at.batch, at.head, at.token) + column, at.valid, params.head_dim_v - column);
     }
   }
 }
