@@ -1,3 +1,4 @@
+// Launches of kernels, and what went wrong with them: see launch.h.
 #include "launch.h"
 
 #include "errors.h"

@@ -2,9 +2,10 @@
 // softmax with products follows Shah et al., FlashAttention-3, arXiv 2407.08608, section 3. Launched by forward_launch.cuh.
 //
 // The last warpgroup loads: one thread finds the tiles, hands them over and keeps a ring of K and a ring of V stages filled. The others
-// compute, 64 query rows each. Inside one, S of the next key block is issued together with O += P V of the last, and softmax runs while
-// that product does; across them, a ring of named barriers makes them take turns at issuing, so that one computes softmax while another has
-// the tensor cores. O leaves through shared memory by the copy engine, under the next tile.
+// compute, 64 query rows each, or two the same rows and half of V each (ForwardShape::kColumnGroups). Inside one, S of the next key block is
+// issued together with O += P V of the last, and softmax runs while that product does; across them, a ring of named barriers makes them take
+// turns at issuing, so that one computes softmax while another has the tensor cores. O leaves through shared memory by the copy engine, under the
+// next tile.
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles
 // are small, one consumer computes, and several thread blocks share a multiprocessor.
 // Softmax does not look for the maximum of a block: it takes that of the blocks before, and the sums of a block, which have to be added up
