@@ -482,7 +482,7 @@ def test_ways_to_generate(family, way):
     with notices.record_calls() as calls:
         found = answer(ours, tiny.model("qwen3"))
     assert calls
-    assert torch.equal(found, answer(eager, eager))
+    assert torch.equal(found, answer(eager, tiny.model("qwen3", "eager")))
 
 
 def test_generation_of_an_encoder_decoder(device):
