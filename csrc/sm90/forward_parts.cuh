@@ -67,6 +67,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // O leaves through a stage of K for one warpgroup, of V for the other, where these are large enough.
   static constexpr int kOutPanels = (kHeadDimV + 63) / 64;
   static constexpr bool kLendsStages = !Tile::kOutApart && Tile::kConsumers == 2 && kOutPanelBytes * kOutPanels <= kValueBytes;
+  static_assert(Tile::kOutApart || kLendsStages || kHeadDim == 512, "a stage for each");
   static constexpr int kSharedBytes = Tile::kQueryStages * kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes +
                                       kTasks * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
   static __device__ __forceinline__ int row_group(int group) { return kColumnGroups == 1 ? group : group % kRowGroups; }
