@@ -106,11 +106,18 @@ class Point:
 
 
 def papers(args: argparse.Namespace) -> Iterator[Point]:
+    return _grid(args, "papers", args.mode, (64, 128, 256), seqlens(args, 512, 16384))
+
+
+def wide(args: argparse.Namespace) -> Iterator[Point]:
+    return _grid(args, "wide", ("fwd",), (512,), args.seqlen or (1024, 4096, 16384))
+
+
+def _grid(args: argparse.Namespace, shapes: str, modes: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int]) -> Iterator[Point]:
     """A length that does not divide the tokens gets the batch below."""
-    options = itertools.product(args.mode, args.head_dim or (64, 128, 256), masks(args, (False, True)), seqlens(args, 512, 16384))
-    for mode, head_dim, causal, seqlen in options:
+    for mode, head_dim, causal, seqlen in itertools.product(modes, args.head_dim or head_dims, masks(args, (False, True)), seqlens):
         batch, heads = max(1, (args.tokens or 16384) // seqlen), max(1, args.hidden_size // head_dim)
-        yield Point("papers", mode, args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
+        yield Point(shapes, mode, args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
 
 
 def gqa(args: argparse.Namespace) -> Iterator[Point]:
@@ -162,14 +169,6 @@ def mla(args: argparse.Namespace) -> Iterator[Point]:
     for mode, causal, seqlen in itertools.product(args.mode, masks(args, (False, True)), args.seqlen or (4096, 16384)):
         batch = max(1, (args.tokens or 16384) // seqlen)
         yield Point("mla", mode, args.dtype, 192, causal, seqlen, (seqlen,) * batch, 16, 16, head_dim_v=128)
-
-
-def wide(args: argparse.Namespace) -> Iterator[Point]:
-    for head_dim, causal, seqlen in itertools.product(
-        args.head_dim or (512,), masks(args, (False, True)), args.seqlen or (1024, 4096, 16384)
-    ):
-        batch, heads = max(1, (args.tokens or 16384) // seqlen), max(1, args.hidden_size // head_dim)
-        yield Point("wide", "fwd", args.dtype, head_dim, causal, seqlen, (seqlen,) * batch, heads, heads)
 
 
 def dropout(args: argparse.Namespace) -> Iterator[Point]:
