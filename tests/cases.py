@@ -302,7 +302,9 @@ assert len({case.id for case in CASES}) == len(CASES), "two cases are the same"
 class Sample:
     """A case as tensors. q, k, v, dout are padded [B, S, H, D] with zeros in the padding; `call` runs the library on garbled copies."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0):
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, wide_gradients: bool = False):
+        """wide_gradients: also where the kernels have none, as the reference has."""
+        self.with_gradients = wide_gradients or not case.beyond_gradients
         self.case, self.dtype, self.device = case, dtype, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(zlib.crc32(case.id.encode()) + seed)
         self.batch = len(case.lengths_q)
@@ -366,14 +368,17 @@ class Sample:
     # The oracle's side
 
     def expected(self, dtype: torch.dtype, keep: torch.Tensor | None = None, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-        """out, lse, dq, dk, dv and, with sinks, dsinks of the textbook formula on the same values, computed in `dtype`."""
+        """out, lse, and of a sample with gradients dq, dk, dv and, with sinks, dsinks: by the textbook formula on the same values, computed
+        in `dtype`."""
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
         lse_dtype = torch.promote_types(dtype, torch.float32)
-        return oracle.gradients(
-            q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None,
-            visible=self.visible, softmax_scale=self.softmax_scale, keep=keep, dropout_p=self.case.dropout_p,
-            sinks=None if self.sinks is None else self.sinks.to(lse_dtype), softcap=self.case.softcap,
-        )  # fmt: skip
+        options = {
+            "visible": self.visible, "softmax_scale": self.softmax_scale, "keep": keep, "dropout_p": self.case.dropout_p,
+            "sinks": None if self.sinks is None else self.sinks.to(lse_dtype), "softcap": self.case.softcap,
+        }  # fmt: skip
+        if not self.with_gradients:
+            return dict(zip(("out", "lse"), oracle.attention(q, k, v, **options), strict=True))
+        return oracle.gradients(q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None, **options)
 
     def sum_sizes(self) -> dict[str, float]:
         """How large the terms are that add up to each result: what rounding in the accumulators is relative to.
@@ -432,7 +437,7 @@ class Sample:
             result = flash_attn_ranges_func(q, k, v, ranges_q, ranges_k, self.key_mask, **options)
         return result[:2]
 
-    def actual(self, with_dlse: bool = False, with_gradients: bool = True, **overrides) -> dict[str, torch.Tensor]:
+    def actual(self, with_dlse: bool = False, **overrides) -> dict[str, torch.Tensor]:
         """out, lse, dq, dk, dv, dsinks of the library, back in the oracle's padded form. Output memory is poisoned before each pass."""
         q, k, v, dout = self.inputs()
         inputs = (q, k, v)
@@ -440,10 +445,10 @@ class Sample:
             overrides["s_aux"] = self.sinks.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
             inputs += (overrides["s_aux"],)
         poison(q, k, v, dout)
-        with torch.set_grad_enabled(with_gradients):
+        with torch.set_grad_enabled(self.with_gradients):
             out, lse = self.call(q, k, v, **overrides)
         results = {"out": self._from_form(out.detach(), self.valid_q), "lse": self._lse_from_form(lse.detach())}
-        if not with_gradients:
+        if not self.with_gradients:
             return results
         outputs, grads = [out], [dout]
         if with_dlse:

@@ -66,8 +66,8 @@ def emulate(library, backward_families, monkeypatch):
     def run(family: str, sample: Sample, device: int = emulated.HOPPER, seed: int = 0, resident: int = 1, **overrides):
         monkeypatch.setenv("HF_FLASH2_FAMILY", family)
         with emulated.running(monkeypatch, library, device, seed, resident):
-            actual = sample.actual(with_gradients=not sample.case.beyond_gradients, **overrides)
-        assert last_backend() == f"cuda-{family}" and (sample.case.beyond_gradients or backward_families[-1] == family)
+            actual = sample.actual(**overrides)
+        assert last_backend() == f"cuda-{family}" and (not sample.with_gradients or backward_families[-1] == family)
         return actual
 
     return run

@@ -41,8 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def compare(actual: dict, truth: dict, eager: dict, dtype: torch.dtype, sum_sizes: dict[str, float]) -> dict[str, float]:
-    """Assert the rule of the field, for out and lse alone where there are no gradients. Returns error of ours / error of eager."""
-    assert actual.keys() in (truth.keys(), {"out", "lse"})
+    """Assert the rule of the field for every tensor; returns error of ours / error of eager."""
     ulp = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     assert torch.equal(actual["lse"].isinf(), truth["lse"].isinf()), "rows without keys have lse +inf, others do not"
     assert not (actual["lse"] == -math.inf).any()
@@ -51,7 +50,7 @@ def compare(actual: dict, truth: dict, eager: dict, dtype: torch.dtype, sum_size
         difference, size = _largest(actual["lse"][seen].double() - truth["lse"][seen]), _largest(truth["lse"][seen])
         assert difference <= LSE_TOLERANCE * max(1.0, size), f"lse is off by {difference:.2e} at values up to {size:.1f}"
     ratios = {}
-    for name in actual.keys() - {"lse"}:
+    for name in truth.keys() - {"lse"}:
         allowed = ALLOWED[name]
         assert actual[name].shape == truth[name].shape
         assert actual[name].dtype == (torch.promote_types(dtype, torch.float32) if name == "dsinks" else dtype)
@@ -90,28 +89,23 @@ def kept_by_next_call(sample: Sample) -> torch.Tensor | None:
     return sample.dropout_keep(peek_rng_state(sample.device, seed=7)) if sample.case.dropout_p else None
 
 
-def has_gradients(case: Case) -> bool:
-    """On this device."""
-    return not (ON_GPU and case.beyond_gradients)
-
-
 def admitted(family: str, sample: Sample, monkeypatch) -> str:
     """The family that runs a sample: the forced one, or, after it refused what is beyond it, the one that the library chooses."""
     if family != "sm90" or not sample.case.beyond_hopper:
         return family
     with pytest.raises(native.LibraryError, match="the Hopper family cannot run this"):
-        sample.actual(with_gradients=has_gradients(sample.case))
+        sample.actual()
     monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
     return "sm80"
 
 
 @pytest.mark.parametrize(("case", "dtype"), problems(), ids=lambda value: value.id if isinstance(value, Case) else dtype_name(value))
 def test_forward_and_backward(case, dtype, family, device, backward_families, record_errors, monkeypatch):
-    sample = Sample(case, dtype, device)
+    sample = Sample(case, dtype, device, wide_gradients=not ON_GPU)
     family = admitted(family, sample, monkeypatch)
     keep = kept_by_next_call(sample)
-    actual = sample.actual(with_gradients=has_gradients(case))
-    assert_ran_on(family, backward_families if has_gradients(case) else [family])
+    actual = sample.actual()
+    assert_ran_on(family, backward_families if sample.with_gradients else [family])
     record_errors(compare(actual, sample.expected(torch.float64, keep), sample.expected(dtype, keep), dtype, sample.sum_sizes()))
 
 

@@ -10,10 +10,8 @@ import random
 import pytest
 import torch
 from cases import Case, Sample
-from test_kernels import DTYPES, ON_GPU, admitted, compare, has_gradients, kept_by_next_call
-from test_kvcache import Decoding, decode
-
-from hf_flash2 import native
+from test_kernels import DTYPES, ON_GPU, admitted, compare, kept_by_next_call
+from test_kvcache import Decoding, check_decoding
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,28 +92,23 @@ def decoding_case(number: int) -> Decoding:
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_attention(number, family, device, record_errors, monkeypatch):
-    sample = Sample(attention_case(number), DTYPES[number % len(DTYPES)], device)
+    sample = Sample(attention_case(number), DTYPES[number % len(DTYPES)], device, wide_gradients=not ON_GPU)
     print(sample.case)
     admitted(family, sample, monkeypatch)
     keep = kept_by_next_call(sample)
-    options = {"with_gradients": has_gradients(sample.case), "deterministic": number % 3 == 0}
-    actual = sample.actual(**options)
+    deterministic = number % 3 == 0
+    actual = sample.actual(deterministic=deterministic)
     record_errors(
         compare(actual, sample.expected(torch.float64, keep), sample.expected(sample.dtype, keep), sample.dtype, sample.sum_sizes())
     )
     kept_by_next_call(sample)
-    again = sample.actual(**options)
-    for name in actual.keys() - (set() if options["deterministic"] else {"dq"}):
+    again = sample.actual(deterministic=deterministic)
+    for name in actual.keys() - (set() if deterministic else {"dq"}):
         assert torch.equal(again[name], actual[name]), f"{name} is not the same a second time"
 
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_decoding(number, family, device, monkeypatch):
-    case, dtype = decoding_case(number), DTYPES[number % len(DTYPES)]
+    case = decoding_case(number)
     print(repr(case))
-    if family == "sm90" and case.beyond_hopper:
-        with pytest.raises(native.LibraryError, match="the Hopper family cannot run this"):
-            decode(case, dtype, device)
-        monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
-    actual, truth, eager, sizes = decode(case, dtype, device)
-    compare(actual, truth, eager, dtype, sizes)
+    check_decoding(case, DTYPES[number % len(DTYPES)], family, device, monkeypatch)
