@@ -85,8 +85,8 @@ void check_tensor(const char* name, const HfFlash2Tensor& tensor, bool packed) {
 }
 
 void check_head_dim(const char* name, int head_dim) {
-  if (head_dim <= 0 || head_dim > kMostForwardHeadDim || head_dim % 8 != 0)
-    reject(name, "a multiple of 8, at most " + std::to_string(kMostForwardHeadDim), std::to_string(head_dim));
+  if (head_dim <= 0 || head_dim > kMostHeadDim || head_dim % 8 != 0)
+    reject(name, "a multiple of 8, at most " + std::to_string(kMostHeadDim), std::to_string(head_dim));
 }
 
 // Checks what the kernels rely on; shapes against each other are the caller's business (functional.py).
@@ -128,9 +128,6 @@ void check_backward(const HfFlash2BackwardParams& p) {
   check_tensor("dk", p.dk, packed);
   check_tensor("dv", p.dv, packed);
   if (p.forward.block_table != nullptr) reject("block_table", "none in a backward", "one");
-  const int head_dim = std::max(p.forward.head_dim, p.forward.head_dim_v);
-  if (head_dim > kMostBackwardHeadDim)
-    reject("head_dim in a backward", "at most " + std::to_string(kMostBackwardHeadDim), std::to_string(head_dim));
   if ((p.forward.sinks == nullptr) != (p.dsinks == nullptr)) reject("dsinks", "given with sinks, and only then", "one without the other");
 }
 
@@ -238,7 +235,7 @@ struct ForwardKernels {
 
 ForwardKernels choose_forward(const HfFlash2ForwardParams& params) {
   const HfFlash2Family family = choose_family(params.family, reason_not_sm90(params));
-  return dispatch_forward_head_dim<ForwardKernels>(params, [&](auto head_dim) {
+  return dispatch_head_dim<ForwardKernels>(params, [&](auto head_dim) {
     return dispatch_dtype(params.dtype, [&](auto dtype) -> ForwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
@@ -258,11 +255,11 @@ struct BackwardKernels {
 
 // Unlike in the forward, a forced Hopper family gives way to sm80 where it has no backward.
 BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
-  return dispatch_backward_head_dim<BackwardKernels>(params.forward, [&](auto head_dim) {
+  return dispatch_head_dim<BackwardKernels>(params.forward, [&](auto head_dim) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
-      if constexpr (kHasSm90) {
+      if constexpr (kHasSm90 && kHeadDim <= 256) {  // above, the Hopper family has no backward
         if (params.forward.family != kSm80 && reason_not_sm90_backward(params) == nullptr)
           return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
       }

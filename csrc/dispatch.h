@@ -48,14 +48,10 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
 // By the greater of the two head dims of a call: what the other tensors lack is filled with zeros. A family may have instances of its own for
 // a smaller head dim of v (sm90/*_launch.cuh).
 template <typename Result, typename F>
-Result dispatch_forward_head_dim(const HfFlash2ForwardParams& params, const F& f) {
+Result dispatch_head_dim(const HfFlash2ForwardParams& params, const F& f) {
   return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256, 512>(std::max(params.head_dim, params.head_dim_v), f);
 }
-template <typename Result, typename F>
-Result dispatch_backward_head_dim(const HfFlash2ForwardParams& params, const F& f) {
-  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256>(std::max(params.head_dim, params.head_dim_v), f);
-}
-constexpr int kMostForwardHeadDim = 512, kMostBackwardHeadDim = 256;
+constexpr int kMostHeadDim = 512;
 
 template <typename F>
 auto dispatch_dtype(int dtype, const F& f) {

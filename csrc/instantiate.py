@@ -7,8 +7,7 @@ nothing generated is ever committed. Head dims and dtypes here are the template 
 
 from dataclasses import dataclass
 
-BACKWARD_HEAD_DIMS = (64, 96, 128, 192, 256)
-HEAD_DIMS = (*BACKWARD_HEAD_DIMS, 512)  # of the forward
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 FAMILIES = {"sm80": ("backward", "forward"), "sm90": ("backward", "forward")}  # the slow ones first, so that the cores finish together
 
@@ -37,7 +36,11 @@ PRODUCTS = (
     Product("WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (32, 64)),
     # Widths: the columns of O (forward), of dK and dV (backward).
     Product(
-        "WgmmaRegisters", "A in registers, B in shared memory, contracted along its rows (MN-major).", True, "1, 1, 1", BACKWARD_HEAD_DIMS
+        "WgmmaRegisters",
+        "A in registers, B in shared memory, contracted along its rows (MN-major).",
+        True,
+        "1, 1, 1",
+        (64, 96, 128, 192, 256),
     ),
 )
 
@@ -62,7 +65,7 @@ def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
         for family, directions in FAMILIES.items()
         for direction in directions
         for head_dim in sorted(head_dims, reverse=True)
-        if direction == "forward" or head_dim in BACKWARD_HEAD_DIMS
+        if (direction, family) != ("backward", "sm90") or head_dim <= 256
         for dtype, ctype in DTYPES.items()
     ]
 

@@ -109,6 +109,16 @@ template <>
 struct BackwardTile<256, TileVariant::kSmall> {
   static constexpr int kBlockM = 32, kBlockN = 32, kStages = 1, kWarpsM = 2, kWarpsN = 2, kWarpsKeys = 2, kWarpsDim = 2;
 };
+// One tile of S and dP a warp: products in pairs (sm80/paired_products.cuh), which exchange 4 M N bytes: kLarge beside P and dS, kSmall, for
+// which there is no room, in their place.
+template <>
+struct BackwardTile<512, TileVariant::kLarge> {
+  static constexpr int kBlockM = 32, kBlockN = 32, kStages = 1, kWarpsM = 2, kWarpsN = 4, kWarpsKeys = 2, kWarpsDim = 4;
+};
+template <>
+struct BackwardTile<512, TileVariant::kSmall> {
+  static constexpr int kBlockM = 32, kBlockN = 16, kStages = 1, kWarpsM = 2, kWarpsN = 2, kWarpsKeys = 1, kWarpsDim = 4;
+};
 
 }  // namespace hf_flash2::sm80
 

@@ -12,6 +12,10 @@ __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ void load_shared(uint32_t address, float (&x)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_uint4(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");

@@ -15,6 +15,7 @@
 #include "device/reduce_add.cuh"
 #include "device/semaphore.cuh"
 #include "sm80/gemm.cuh"
+#include "sm80/paired_products.cuh"
 #include "tiles.h"
 
 namespace hf_flash2::sm80 {
@@ -27,12 +28,15 @@ struct BackwardShape : BackwardTile<kHeadDim, kVariant> {
   static constexpr int kKeyBytes = Tile::kBlockN * kHeadDim * 2;         // K or V
   static constexpr int kQueryBytes = Tile::kBlockM * kHeadDim * 2;       // one stage of Q or dO
   static constexpr int kScoreBytes = Tile::kBlockM * Tile::kBlockN * 2;  // P or dS
-  static constexpr int kSharedBytes = 2 * (kKeyBytes + Tile::kStages * kQueryBytes + kScoreBytes);
   // Accumulator tiles of 16 x 8 a warp holds.
   static constexpr int kMTiles = Tile::kBlockM / Tile::kWarpsM / 16, kNTiles = Tile::kBlockN / Tile::kWarpsN / 8;      // S, dP
   static constexpr int kKeyTiles = Tile::kBlockN / Tile::kWarpsKeys / 16, kDimTiles = kHeadDim / Tile::kWarpsDim / 8;  // dK, dV
   static constexpr int kDqDimTiles = kHeadDim / Tile::kWarpsN / 8;                                                     // dQ, kMTiles rows
   static constexpr int kDqFloatsPerWarp = kMTiles * kDqDimTiles * 128;
+  static constexpr bool kPairs = kNTiles == 1;  // of warps, each with S and dP of one tile: paired_products.cuh
+  static constexpr bool kExchangeApart = kPairs && kVariant == TileVariant::kLarge;  // else in the place of P and dS
+  static constexpr int kDqPieces = kPairs ? kDqDimTiles / 8 : 1;  // one after the other, of 32 registers a thread beside 128 of dK and dV
+  static constexpr int kSharedBytes = 2 * (kKeyBytes + Tile::kStages * kQueryBytes + kScoreBytes) + (kExchangeApart ? kThreads * 16 : 0);
 };
 
 // Waits until it is this block's turn to add to a dQ tile: key blocks add in ascending order, so that the sum is the same every time.
@@ -80,6 +84,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   const uint32_t sdO = sQ + kStages * Shape::kQueryBytes;  // kStages x [kBlockM, kHeadDim]
   const uint32_t sP = sdO + kStages * Shape::kQueryBytes;  // [kBlockM, kBlockN]
   const uint32_t sdS = sP + Shape::kScoreBytes;            // [kBlockM, kBlockN]
+  const uint32_t exchange = Shape::kExchangeApart ? sdS + Shape::kScoreBytes : sP;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / Shape::kWarpsN * (kMTiles * 16), warp_column = warp % Shape::kWarpsN * (kNTiles * 8);       // S, dP
@@ -135,8 +140,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
       }
     }
 
-    float p[kMTiles][kNTiles][4] = {};
-    multiply<T, kHeadDim / 16>(p, RowsOfA<kHeadDim>(sQ + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sK, warp_column), 0);
+    float p[kMTiles][kNTiles][4] = {}, ds[kMTiles][kNTiles][4];
+    if constexpr (Shape::kPairs)
+      multiply_in_pairs<T, kHeadDim>(p, ds, sQ + stage, sK, sdO + stage, sV, warp_row, warp_column, exchange);
+    else
+      multiply<T, kHeadDim / 16>(p, RowsOfA<kHeadDim>(sQ + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sK, warp_column), 0);
     if (kExtras && forward.softcap > 0.f) cap_scores(p, forward.softmax_scale / forward.softcap);
     if (mask.needed(row_begin, row_begin + kBlockM, key_begin, key_begin + kBlockN))
       mask.apply(p, row_begin + warp_row + lane / 4, key_begin + warp_column + lane % 4 * 2);
@@ -148,17 +156,26 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 #pragma unroll
         for (int c = 0; c < 4; ++c) p[m][n][c] = exp2_approx(fmaf(p[m][n][c], scale_log2, -row_lse_log2[m][c / 2]));
 
-    float ds[kMTiles][kNTiles][4] = {};
-    multiply<T, kHeadDim / 16>(ds, RowsOfA<kHeadDim>(sdO + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sV, warp_column), 0);
+    if constexpr (!Shape::kPairs) {
+#pragma unroll
+      for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&ds[0][0][0])[i] = 0.f;
+      multiply<T, kHeadDim / 16>(ds, RowsOfA<kHeadDim>(sdO + stage, warp_row), 0, ColumnsOfB<kHeadDim>(sV, warp_column), 0);
+    } else if constexpr (!Shape::kExchangeApart) {
+      __syncthreads();  // every warp has what it was given
+    }
     if (kExtras && forward.dropout_p > 0.f) {
       // p is P by the keep probability already, and delta times it: preprocess.cuh.
       float kept[kMTiles][kNTiles][4];
 #pragma unroll
       for (int i = 0; i < kMTiles * kNTiles * 4; ++i) (&kept[0][0][0])[i] = (&p[0][0][0])[i];
       const Dropout<true> dropout(forward.rng_state);
-      const auto bits = dropout.draw<kMTiles, kNTiles>(batch * forward.heads_q + head_k * group + head_in_group, row_begin + warp_row,
-                                                       key_begin + warp_column);
-      bits.for_each_dropped(DropoutRate::of(forward.dropout_p), [&](int m, int n, int c) { kept[m][n][c] = ds[m][n][c] = 0.f; });
+      // Of a pair, both draw for both.
+      const int first_column = Shape::kPairs ? warp_column / 16 * 16 : warp_column;
+      const auto bits = dropout.draw<kMTiles, Shape::kPairs ? 2 : kNTiles>(batch * forward.heads_q + head_k * group + head_in_group,
+                                                                           row_begin + warp_row, key_begin + first_column);
+      bits.for_each_dropped(DropoutRate::of(forward.dropout_p), [&](int m, int n, int c) {
+        if (!Shape::kPairs || n == warp % 2) kept[m][n % kNTiles][c] = ds[m][n % kNTiles][c] = 0.f;
+      });
       write_accumulators<T, kBlockN>(sP, kept, warp_row, warp_column);
     } else {
       write_accumulators<T, kBlockN>(sP, p, warp_row, warp_column);
@@ -177,23 +194,30 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
 
     multiply<T, kBlockM / 16>(dv, ColumnsOfA<kBlockN>(sP, 0), warp_key / 16, RowsOfB<kHeadDim>(sdO + stage, 0), warp_dim / 16);
 
-    float dq[kMTiles][Shape::kDqDimTiles][4] = {};
-    multiply<T, kBlockN / 16>(dq, RowsOfA<kBlockN>(sdS, warp_row), 0, RowsOfB<kHeadDim>(sK, 0), warp_dq_dim / 16);
-    float* dq_block = workspace.dq + tile * kBlockM * kHeadDim + warp * Shape::kDqFloatsPerWarp;
-    if (params.deterministic) wait_turn(workspace.semaphore(tile), key_block - mask.key_block_begin(row_begin, kBlockN));
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int d = 0; d < Shape::kDqDimTiles; ++d) reduce_add(dq_block + (m * Shape::kDqDimTiles + d) * 128, lane, dq[m][d]);
-    if (params.deterministic) pass_turn(workspace.semaphore(tile));
+    const auto finish_queries = [&] {
+      multiply<T, kBlockM / 16>(dk, ColumnsOfA<kBlockN>(sdS, 0), warp_key / 16, RowsOfB<kHeadDim>(sQ + stage, 0), warp_dim / 16);
+      if (kStages == 1 && step + 1 < steps) {
+        __syncthreads();  // nobody reads Q or dO any more
+        load_queries(step + 1);
+        cp_async_commit();
+      }
+    };
+    if constexpr (Shape::kPairs) finish_queries();  // first, so that those of the next step come while dQ is computed
 
-    multiply<T, kBlockM / 16>(dk, ColumnsOfA<kBlockN>(sdS, 0), warp_key / 16, RowsOfB<kHeadDim>(sQ + stage, 0), warp_dim / 16);
-
-    if (kStages == 1 && step + 1 < steps) {
-      __syncthreads();  // nobody reads Q or dO any more
-      load_queries(step + 1);
-      cp_async_commit();
+#pragma unroll
+    for (int piece = 0; piece < Shape::kDqPieces; ++piece) {
+      constexpr int kTiles = Shape::kDqDimTiles / Shape::kDqPieces;
+      float dq[kMTiles][kTiles][4] = {};
+      multiply<T, kBlockN / 16>(dq, RowsOfA<kBlockN>(sdS, warp_row), 0, RowsOfB<kHeadDim>(sK, 0), (warp_dq_dim + piece * kTiles * 8) / 16);
+      float* dq_block = workspace.dq + tile * kBlockM * kHeadDim + warp * Shape::kDqFloatsPerWarp + piece * kTiles * 128;
+      if (params.deterministic && piece == 0) wait_turn(workspace.semaphore(tile), key_block - mask.key_block_begin(row_begin, kBlockN));
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int d = 0; d < kTiles; ++d) reduce_add(dq_block + (m * Shape::kDqDimTiles + d) * 128, lane, dq[m][d]);
     }
+    if (params.deterministic) pass_turn(workspace.semaphore(tile));
+    if constexpr (!Shape::kPairs) finish_queries();
   }
 
 #pragma unroll

@@ -127,6 +127,10 @@ inline void ld_shared_v2_f32(const std::array<float*, 2>& value, uint32_t addres
   const unsigned char* bytes = shared_bytes(address, 8, 8, Access::kRead);
   for (int i = 0; i < 2; ++i) memcpy(value[i], bytes + i * 4, 4);
 }
+inline void ld_shared_v4_f32(const std::array<float*, 4>& value, uint32_t address) {
+  const unsigned char* bytes = shared_bytes(address, 16, 16, Access::kRead);
+  for (int i = 0; i < 4; ++i) memcpy(value[i], bytes + i * 4, 4);
+}
 inline void st_shared_u32(uint32_t address, uint32_t value) { memcpy(shared_bytes(address, 4, 4, Access::kWrite), &value, 4); }
 inline void st_shared_f32(uint32_t address, float value) { memcpy(shared_bytes(address, 4, 4, Access::kWrite), &value, 4); }
 template <typename T>
