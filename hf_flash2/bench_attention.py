@@ -7,7 +7,7 @@
     small    grids too small to give every multiprocessor of a large GPU a block
     decode   one query, or a few, after many cached keys: a step of generation
     mla      multi-head latent attention: 16 heads with 192 for q and k, 128 for v
-    wide     head dims above 256, forward
+    wide     head dims above 256
     dropout  attention with dropout, beside attention without
 
 With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from . import support
 from .bench_shared import ragged_lengths
 
 # Matrix products over the head dim of q and k (S; in the backward S, dQ, dK) and over that of v (O; in the backward dP, dV).
 PRODUCTS_OF_MODE = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MULTIPROCESSORS, QUERY_ROWS = 132, 128  # of an H200; of a block
+FLASH_HEAD_DIM = 256  # the most that torch's flash and cuDNN kernels take
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Point:
             return "decode" if self.queries == 1 else "decode, mask"
         if self.dropout > 0:
             return "dropout"
-        if max(self.head_dims) > support.MAX_GRADIENT_HEAD_DIM:
+        if max(self.head_dims) > FLASH_HEAD_DIM:
             return "wide"
         return "dense" if self.window is None else "window"
 
@@ -110,7 +110,7 @@ def papers(args: argparse.Namespace) -> Iterator[Point]:
 
 
 def wide(args: argparse.Namespace) -> Iterator[Point]:
-    return _grid(args, "wide", ("fwd",), (512,), args.seqlen or (1024, 4096, 16384))
+    return _grid(args, "wide", args.mode, (512,), args.seqlen or (1024, 4096, 16384))
 
 
 def _grid(args: argparse.Namespace, shapes: str, modes: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int]) -> Iterator[Point]:

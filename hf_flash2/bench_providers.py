@@ -151,7 +151,9 @@ def our_kernels(name: str, family: str, with_deterministic: bool, library: ctype
     ]
     if with_deterministic:
         prepare = partial(dense, deterministic=True)
-        providers.append(Provider(f"{name} {family} deterministic", prepare, ("dense", "window"), family, library, only_backward=True))
+        providers.append(
+            Provider(f"{name} {family} deterministic", prepare, ("dense", "window", "wide"), family, library, only_backward=True)
+        )
     return providers
 
 

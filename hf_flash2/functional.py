@@ -9,8 +9,8 @@ Shared by all functions below:
   stride not 1, or not multiples of 8 elements) are copied once.
 * heads: the number of query heads is a multiple of the number of key heads; query head h reads key head h // (H / Hk). k and v are never
   repeated.
-* head dim: up to 512; on CUDA up to 256 where a gradient is required. That of v and out (Dv) may be another one than that of q and k (D). A
-  multiple of 8 runs as it is, another one is zero-padded by one copy.
+* head dim: up to 512. That of v and out (Dv) may be another one than that of q and k (D). A multiple of 8 runs as it is, another one is
+  zero-padded by one copy.
 * causal and window: aligned to the bottom-right corner. Query i of a sequence sees key j if
   i + len_k - len_q - left <= j <= i + len_k - len_q + right, where window_size = (left, right), -1 is unlimited and causal means right = 0.
   A row that sees no key gives out 0 and lse +inf.
@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from . import native, ops
-from .support import HEAD_DIM_MULTIPLE, MAX_GRADIENT_HEAD_DIM, needs_gradient, reason_unsupported
+from .support import HEAD_DIM_MULTIPLE, reason_unsupported
 
 _MAX_INT32 = 2**31 - 1
 _INTEGERS = (int, torch.SymInt)
@@ -166,7 +166,7 @@ def _attention(
             key = (
                 check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
                 *window_size, softcap, alibi_slopes, deterministic, None if s_aux is None else ops.form(s_aux), block_table,
-                native.forced_family(), max(q.shape[-1], v.shape[-1]) > MAX_GRADIENT_HEAD_DIM and needs_gradient(q, k, v),
+                native.forced_family(),
                 *map(type, (max_seqlen_q, max_seqlen_k, *window_size)),  # 5.0 is no integer, though it equals one
             )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
@@ -223,10 +223,7 @@ def check_are_tensors(**arguments) -> None:
 def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
     """softmax_scale and window_size as they are meant, once everything but the layout of the sequences has passed."""
     head_dim, head_dim_v = _check_tensors(q, k, v)
-    reason = reason_unsupported(
-        q.device.type, q.dtype, max(head_dim, head_dim_v), needs_gradient=needs_gradient(q, k, v), alibi_slopes=alibi_slopes,
-        block_table=block_table,
-    )  # fmt: skip
+    reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes, block_table=block_table)
     if reason is not None:
         raise ValueError(reason)
     if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:

@@ -200,9 +200,6 @@ def _cuda_backends(index: int) -> list[dict[str, str | None]]:
         f"{device}, float32": support.reason_unsupported("cuda", torch.float32, 128),
         f"{device}, head dim {max(built) + 1} and more": support.reason_unsupported("cuda", torch.bfloat16, max(built) + 1)
         or f"this library holds head dims {', '.join(map(str, built))}; rebuild it without HF_FLASH2_HEAD_DIMS",
-        f"{device}, gradients of head dims above {support.MAX_GRADIENT_HEAD_DIM}": support.reason_unsupported(
-            "cuda", torch.bfloat16, max(built), needs_gradient=True
-        ),
         f"{device}, ALiBi": support.reason_unsupported("cuda", torch.bfloat16, 128, alibi_slopes=True),
     }
     return [served, *(_row(case, None, reason) for case, reason in refused.items() if reason)]

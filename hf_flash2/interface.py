@@ -31,7 +31,7 @@ from .masks import (
     window_of,
 )
 from .notices import is_strict, notice, record, record_backend
-from .support import needs_gradient, reason_unsupported
+from .support import reason_unsupported
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
 _HARMLESS = {
@@ -180,7 +180,7 @@ def _attend_whole(
             "backward belongs inside, too, as layers with gradient checkpointing run again in it"
         )
     sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
-    reason = _reason_for_sdpa(q, k, v, dense_mask)
+    reason = _reason_for_sdpa(q, v, dense_mask)
     if reason is None:
         out = _run_kernel(module, q, k, v, sequences, documents, options)
         record_backend(module)
@@ -207,22 +207,20 @@ def _run_kernel(module, q, k, v, sequences, documents, options: dict[str, Any]) 
 
 @torch.compiler.disable  # positions are looked at, and collectives are over a group that no graph knows of
 def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_mask, kwargs: dict, options: dict[str, Any]) -> torch.Tensor:
-    _check_shards(module, shards, q, k, v, attention_mask, options["causal"], kwargs)
+    _check_shards(module, shards, q, v, attention_mask, options["causal"], kwargs)
     record(module, "context parallel")
     out = context_parallel.attention(shards, q, k, v, **options)
     record_backend(module)
     return out
 
 
-def _check_shards(
-    module, shards: context_parallel.Shards, q, k, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
-) -> None:
+def _check_shards(module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict) -> None:
     """Refuse what attention of sequences that several processes share does not do. Synchronises with the host, once per forward."""
     position_ids = kwargs.get("position_ids")
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
     if checkable:
         context_parallel.verify_positions(shards, position_ids)
-    reason = _reason_for_sdpa(q, k, v, None)
+    reason = _reason_for_sdpa(q, v, None)
     if not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
@@ -378,10 +376,10 @@ def _quantised_dtype(module: torch.nn.Module) -> torch.dtype | None:
     return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _reason_for_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor | None) -> str | None:
+def _reason_for_sdpa(q: torch.Tensor, v: torch.Tensor, dense_mask: torch.Tensor | None) -> str | None:
     if dense_mask is not None:
         return getattr(dense_mask, ATTRIBUTE, _GIVEN_4D)
-    return reason_unsupported(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]), needs_gradient=needs_gradient(q, k, v))
+    return reason_unsupported(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
 
 
 def _fall_back(module: torch.nn.Module, reason: str, capped: bool) -> None:

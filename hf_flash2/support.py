@@ -3,7 +3,6 @@
 import torch
 
 MAX_HEAD_DIM = 512
-MAX_GRADIENT_HEAD_DIM = 256  # of the CUDA kernels
 PAGE_MULTIPLE = 128  # tokens of a page of a cache
 HEAD_DIM_MULTIPLE = 8  # other head dims are zero-padded once in functional.py
 KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256, 512)  # every head dim runs on the next one of these
@@ -17,7 +16,6 @@ def reason_unsupported(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    needs_gradient: bool = False,
     alibi_slopes: object = None,
     block_table: object = None,
 ) -> str | None:
@@ -36,18 +34,8 @@ def reason_unsupported(
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' for this model"
-    if needs_gradient and device_type == "cuda" and head_dim > MAX_GRADIENT_HEAD_DIM:
-        return (
-            f"head dims above {MAX_GRADIENT_HEAD_DIM} have no gradient on cuda, got {head_dim} and tensors that require one; "
-            "use attn_implementation='sdpa' in training, or torch.no_grad()"
-        )
     if alibi_slopes is not None:
         return "alibi_slopes are not supported yet; use attn_implementation='eager' for this model"
     if block_table is not None:
         return "block_table is for flash_attn_with_kvcache; this function takes k and v as plain tensors"
     return None
-
-
-def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd will ask for gradients of what is computed from these now."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -66,13 +66,13 @@ class Case:
         """The Hopper family leaves this case to the other one."""
         if self.dropout_p > 0.9 or (self.dropout_p > 0 and self.softcap > 0):
             return True
-        if self.beyond_gradients and (self.dropout_p > 0 or self.softcap > 0):
+        if max(self.head_dim, self.head_dim_v) > 256 and (self.dropout_p > 0 or self.softcap > 0):
             return True
         return self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k))
 
     @property
-    def beyond_gradients(self) -> bool:
-        """The kernels have a forward of this case only."""
+    def backward_beyond_hopper(self) -> bool:
+        """Its backward alone."""
         return max(self.head_dim, self.head_dim_v) > 256
 
     @property
@@ -100,7 +100,7 @@ EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
 SPLIT_Q, SPLIT_K = (1, 11, 0, 2), (2100, 0, 333, 7)
-WIDE_HEAD_DIMS = ((512, 512), (320, 320), (264, 264), (512, 256), (128, 400), (300, 257))  # of q and k, of v: without gradients on a GPU
+WIDE_HEAD_DIMS = ((512, 512), (320, 320), (264, 264), (512, 256), (128, 400), (300, 257))  # of q and k, of v
 CAUSAL = (False, True)
 
 
@@ -257,9 +257,14 @@ def _table() -> list[Case]:
             Case("wide", 512, (2, 1), SPLIT_Q, SPLIT_K, form="packed", causal=causal, sinks=2.0),
             Case("wide", 512, (9, 3), (700,), causal=causal),
             Case("wide", 512, (2, 1), (150,), causal=causal, layout="qkv_split"),
+            Case("wide", 512, (4, 2), (70,), causal=causal, layout="expanded_dout", sinks=2.0),
+            Case("wide", 300, (2, 1), (70,), (130,), head_dim_v=257, causal=causal, layout="misaligned", window=(40, -1)),
             Case("wide", 512, (2, 1), (17,), (600,), causal=causal, layout="cache", rise=12.0),
             Case("wide", 512, (2, 1), (150,), causal=causal, magnitude=3.0, softcap=5.0),
             Case("wide", 384, (2, 1), RAGGED, form="packed", causal=causal, dropout_p=0.17, layout="tail"),
+            Case(
+                "wide", 128, (2, 1), (100, 33), head_dim_v=400, form="ranges", padding="holes", causal=causal, dropout_p=0.17, softcap=5.0
+            ),
         ]
         for padding in ("right", "mixed", "holes"):
             cases.append(Case("sinks", 128, (4, 2), RAGGED, form="ranges", padding=padding, causal=causal, sinks=2.0))
@@ -282,6 +287,7 @@ def _table() -> list[Case]:
             Case("window", lengths_q=EMPTY_Q, lengths_k=EMPTY_K, form="packed", window=window),
             Case("window", heads=(8, 1), lengths_q=(40,), lengths_k=(300,), window=window),
         ]
+    cases += [Case("wide", 512, (2, 1), (130,), (150,), window=window) for window in ((0, 0), (31, 1), (64, 17), (-1, 5))]
     cases += [Case("window", lengths_q=(300,) * 2, causal=True, window=(left, 33)) for left in (0, 31, 64, 200)]  # causal beats right
     for window in ((1200, 0), (900, 500), (-1, 700), (700, -1)):
         cases += [
@@ -302,9 +308,7 @@ assert len({case.id for case in CASES}) == len(CASES), "two cases are the same"
 class Sample:
     """A case as tensors. q, k, v, dout are padded [B, S, H, D] with zeros in the padding; `call` runs the library on garbled copies."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, wide_gradients: bool = False):
-        """wide_gradients: also where the kernels have none, as the reference has."""
-        self.with_gradients = wide_gradients or not case.beyond_gradients
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0):
         self.case, self.dtype, self.device = case, dtype, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(zlib.crc32(case.id.encode()) + seed)
         self.batch = len(case.lengths_q)
@@ -368,16 +372,13 @@ class Sample:
     # The oracle's side
 
     def expected(self, dtype: torch.dtype, keep: torch.Tensor | None = None, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-        """out, lse, and of a sample with gradients dq, dk, dv and, with sinks, dsinks: by the textbook formula on the same values, computed
-        in `dtype`."""
+        """out, lse, dq, dk, dv and, with sinks, dsinks: by the textbook formula on the same values, computed in `dtype`."""
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
         lse_dtype = torch.promote_types(dtype, torch.float32)
         options = {
             "visible": self.visible, "softmax_scale": self.softmax_scale, "keep": keep, "dropout_p": self.case.dropout_p,
             "sinks": None if self.sinks is None else self.sinks.to(lse_dtype), "softcap": self.case.softcap,
         }  # fmt: skip
-        if not self.with_gradients:
-            return dict(zip(("out", "lse"), oracle.attention(q, k, v, **options), strict=True))
         return oracle.gradients(q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None, **options)
 
     def sum_sizes(self) -> dict[str, float]:
@@ -445,18 +446,16 @@ class Sample:
             overrides["s_aux"] = self.sinks.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
             inputs += (overrides["s_aux"],)
         poison(q, k, v, dout)
-        with torch.set_grad_enabled(self.with_gradients):
-            out, lse = self.call(q, k, v, **overrides)
-        results = {"out": self._from_form(out.detach(), self.valid_q), "lse": self._lse_from_form(lse.detach())}
-        if not self.with_gradients:
-            return results
+        out, lse = self.call(q, k, v, **overrides)
         outputs, grads = [out], [dout]
         if with_dlse:
             outputs.append(lse)
             grads.append(self.dlse if lse.dim() == 3 else self.dlse.transpose(1, 2)[self.valid_q].T)
         poison(q, k, v, dout)
         dq, dk, dv, *dsinks = torch.autograd.grad(outputs, inputs, grads)
-        return results | {
+        return {
+            "out": self._from_form(out.detach(), self.valid_q),
+            "lse": self._lse_from_form(lse.detach()),
             "dq": self._from_form(dq, self.valid_q),
             "dk": self._from_form(dk, self.valid_k),
             "dv": self._from_form(dv, self.valid_k),

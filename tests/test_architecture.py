@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "registration": {"interface", "masks", "notices", "functional", "kvcache"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_points", "bench_providers", "bench_shared", "ops", "kernels", "native"},
-    "bench_points": {"bench_shared", "support"},
+    "bench_points": {"bench_shared"},
     "bench_providers": {"bench_points", "functional", "kvcache", "packing", "native"},
     "bench_train": {"bench_shared", "bench_profile", "notices", "native", "ops"},
     "bench_profile": {"bench_shared"},

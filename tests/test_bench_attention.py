@@ -101,9 +101,9 @@ def test_small_grids_leave_multiprocessors_without_a_block():
     assert all(p.batch == 1 and p.heads * p.seqlen / 128 < 132 for p in points)
 
 
-def test_wide_heads_have_no_backward():
-    points = points_of("wide", "--mode", "bwd")
-    assert {(p.mode, p.head_dim, p.heads, p.kind) for p in points} == {("fwd", 512, 4, "wide")}
+def test_wide_heads_are_of_512():
+    points = points_of("wide")
+    assert {(p.mode, p.head_dim, p.heads, p.kind) for p in points} == {("fwd", 512, 4, "wide"), ("bwd", 512, 4, "wide")}
     assert {(p.batch, p.seqlen) for p in points} == {(16, 1024), (4, 4096), (1, 16384)}
 
 
@@ -252,13 +252,13 @@ def test_rivals_and_baselines_take_what_they_are_for():
     named = {
         provider.name: provider for provider in bench_providers.all_providers(["sm80", "sm90"], with_eager=False, with_deterministic=True)
     }
-    points = SMALL | {"wide": bench_points.Point("wide", "fwd", "bf16", 264, True, 64, (64, 64), 4, 4)}
+    points = SMALL | {"wide": bench_points.Point("wide", "bwd", "bf16", 264, True, 64, (64, 64), 4, 4)}
     taken = {name: {kind for kind, point in points.items() if provider.takes(point)} for name, provider in named.items()}
     dense, ragged = {"dense", "full", "gqa", "mla"}, {"ragged", "ragged full"}
     assert taken["hf_flash2 sm80"] == taken["hf_flash2 sm90"] == dense | {"window", "wide", "decode", "decode, mask"}
     assert taken["hf_flash2 sm90 padded"] == taken["hf_flash2 sm90 packed"] == ragged
     assert taken["hf_flash2 sm90 paged"] == {"decode", "decode, mask"}
-    assert taken["hf_flash2 sm90 deterministic"] == dense | {"window"}
+    assert taken["hf_flash2 sm90 deterministic"] == dense | {"window", "wide"}
     assert not named["hf_flash2 sm90 deterministic"].takes(dataclasses.replace(SMALL["dense"], mode="fwd"))
     assert taken["sdpa flash"] == taken["sdpa cudnn"] == dense | {"decode"}
     assert taken["sdpa efficient"] == {"wide"}

@@ -318,7 +318,6 @@ def test_gpu_backends_and_why_no_better_one(gpu_machine, capsys):
     assert served["backend"] == "cuda-sm80" and "no Hopper kernels" in served["why_not_better"]
     assert rows["cuda:0, float32"]["backend"] is None and "float16, bfloat16" in rows["cuda:0, float32"]["why_not_better"]
     assert "sdpa" in rows["cuda:0, head dim 513 and more"]["why_not_better"]
-    assert "torch.no_grad()" in rows["cuda:0, gradients of head dims above 256"]["why_not_better"]
 
 
 def test_a_library_of_other_sources_is_told(gpu_machine, capsys):

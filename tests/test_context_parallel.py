@@ -261,7 +261,7 @@ def test_a_mask_of_documents_counts_where_positions_cannot_be_seen():
     q = torch.randn(1, 12, 2, 16)
     documents = torch.ones(1, 2, 12, dtype=torch.uint8)
     with pytest.raises(ValueError, match="pass an attention_mask of ones, cut as they are"):
-        interface._check_shards(torch.nn.Identity(), Shards(None, 0, 2, True), q, q, q, documents, True, {})
+        interface._check_shards(torch.nn.Identity(), Shards(None, 0, 2, True), q, q, documents, True, {})
 
 
 def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut():
@@ -272,6 +272,6 @@ def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut():
     tower.is_causal = False  # whatever accelerate's hook says in its place
     for module, causal in ((torch.nn.Identity(), False), (tower, True)):
         with pytest.raises(ValueError, match="its tokens may not be cut"):
-            interface._check_shards(module, shards, q, q, q, None, causal, {})
+            interface._check_shards(module, shards, q, q, None, causal, {})
     shown = {"position_ids": shards.positions(12, q.device).unsqueeze(0)}
-    interface._check_shards(torch.nn.Identity(), shards, q, q, q, None, False, shown)
+    interface._check_shards(torch.nn.Identity(), shards, q, q, None, False, shown)

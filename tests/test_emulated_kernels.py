@@ -67,7 +67,8 @@ def emulate(library, backward_families, monkeypatch):
         monkeypatch.setenv("HF_FLASH2_FAMILY", family)
         with emulated.running(monkeypatch, library, device, seed, resident):
             actual = sample.actual(**overrides)
-        assert last_backend() == f"cuda-{family}" and (not sample.with_gradients or backward_families[-1] == family)
+        assert last_backend() == f"cuda-{family}"
+        assert backward_families[-1] == ("sm80" if sample.case.backward_beyond_hopper else family)
         return actual
 
     return run
@@ -104,6 +105,31 @@ def test_ranges_of_no_tokens(queries, keys, library, monkeypatch):
 def test_tiles_of_smaller_gpus(head_dim, device, emulate):
     sample = Sample(Case("tiles", head_dim=head_dim, heads=(2, 1), lengths_q=(150,), lengths_k=(170,), causal=True), torch.bfloat16, CPU)
     check(emulate("sm80", sample, device), sample)
+
+
+WIDE = [
+    Case("wide", 512, (4, 2), (1, 70, 0, 33), (40, 90, 3, 33), form="packed", window=(31, 5)),
+    Case("wide", 512, (2, 1), (70, 40), form="ranges", padding="holes", causal=True, sinks=2.0),
+    Case("wide", 512, (2, 1), (50,), (75,), head_dim_v=256, dropout_p=0.3),
+    Case("wide", 128, (2, 1), (50,), (75,), head_dim_v=400, causal=True, softcap=5.0, magnitude=2.0),
+    Case("wide", 300, (2, 1), (33,), (50,), head_dim_v=257, layout="cache", dropout_p=0.2, softcap=5.0),
+]
+
+
+@pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+def test_gradients_of_wide_heads(case, deterministic, device, emulate):
+    """In both tiles of mma.sync, with the same bits in any order of warps, of thread blocks too where that is asked for."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    keep = kept_by_next_call(sample)
+    results = []
+    for seed in range(3):
+        kept_by_next_call(sample)
+        results.append(emulate("sm80", sample, device, seed, 1 + seed, deterministic=deterministic, with_dlse=True))
+    check(results[0], sample, keep, with_dlse=True)
+    for result in results[1:]:
+        assert all(torch.equal(result[name], results[0][name]) for name in ("dk", "dv", *(["dq"] if deterministic else [])))
 
 
 @pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
@@ -186,10 +212,13 @@ def test_thread_blocks_that_walk_over_keys_nobody_sees(head_dim, emulate):
 
 
 @pytest.mark.parametrize("window", ((-1, 0), (200, 0), (-1, -1)))
-@pytest.mark.parametrize(("family", "head_dim"), (("sm80", 64), ("sm80", 192), ("sm90", 64), ("sm90", 128), ("sm90", 192), ("sm90", 256)))
+@pytest.mark.parametrize(
+    ("family", "head_dim"), (("sm80", 64), ("sm80", 192), ("sm80", 512), ("sm90", 64), ("sm90", 128), ("sm90", 192), ("sm90", 256))
+)
 def test_deterministic_results_do_not_depend_on_the_order(family, window, head_dim, library, monkeypatch):
     """Key blocks that run at once and in any order still add to dq in theirs. Asked not to, they do not."""
-    q, k, v, dout = (torch.randn(1, 450, heads, head_dim).to(torch.bfloat16) for heads in (2, 1, 1, 2))
+    tokens = 450 if head_dim <= 256 else 200
+    q, k, v, dout = (torch.randn(1, tokens, heads, head_dim).to(torch.bfloat16) for heads in (2, 1, 1, 2))
     k += 64  # changes no probability, but what key blocks add is large and cancels: the order shows in the last bits of dq
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)
@@ -302,7 +331,7 @@ UNSEEN = [
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize("head_dim", (64, 128, 192, 512))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 @pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.id)
 def test_queries_and_keys_that_see_nothing(case, family, head_dim, deterministic, emulate):
@@ -678,10 +707,11 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
             layout._pack_backward(library, (q, q, q, q), (0, 0, *[16] * 5, *sequences, *[16] * 4, 0, 0), False)
 
 
-@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-def test_swizzles_are_free_of_bank_conflicts(head_dim, library, emulate):
+@pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
+@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
+def test_swizzles_are_free_of_bank_conflicts(head_dim, device, library, emulate):
     before = library.emulator_bank_conflicts()
-    emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU))
+    emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU), device)
     assert library.emulator_bank_conflicts() == before
 
 

@@ -3,12 +3,11 @@
 import inspect
 import math
 import re
-from functools import partial
 
 import pytest
 import torch
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, native, ops, support
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, native, ops
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -316,14 +315,3 @@ def test_an_unknown_family_is_refused(monkeypatch):
 def test_the_module_documents_every_shared_argument():
     for name in TAIL:
         assert name in functional.__doc__ or name == "window_size", name
-
-
-def test_what_has_no_gradient_on_cuda():
-    reason = partial(support.reason_unsupported, dtype=DTYPE)
-    assert "got 257 and tensors that require one" in reason("cuda", head_dim=257, needs_gradient=True)
-    for device, head_dim, needs_gradient in (("cuda", 256, True), ("cuda", 512, False), ("cpu", 512, True)):
-        assert reason(device, head_dim=head_dim, needs_gradient=needs_gradient) is None
-    x = torch.zeros(1, requires_grad=True)
-    assert support.needs_gradient(x.detach(), x) and not support.needs_gradient(x.detach())
-    with torch.no_grad():
-        assert not support.needs_gradient(x)

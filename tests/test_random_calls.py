@@ -92,7 +92,7 @@ def decoding_case(number: int) -> Decoding:
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_attention(number, family, device, record_errors, monkeypatch):
-    sample = Sample(attention_case(number), DTYPES[number % len(DTYPES)], device, wide_gradients=not ON_GPU)
+    sample = Sample(attention_case(number), DTYPES[number % len(DTYPES)], device)
     print(sample.case)
     admitted(family, sample, monkeypatch)
     keep = kept_by_next_call(sample)

@@ -78,7 +78,7 @@ FAMILIES = {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0,
         "query_pre_attn_scalar": 16,
     }),
-    # its global layers have heads of their own, wider than any kernel with a gradient; 512 in the models that there are
+    # its global layers have heads of their own, wider than those of other models; 512 in the ones that there are
     "gemma4": ("Gemma4ForCausalLM", _DECODER | {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 264,
         "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
