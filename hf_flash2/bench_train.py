@@ -1,4 +1,4 @@
-"""`hf-flash2 bench train`: one optimisation step of a Llama-shaped model in bf16, by attention implementation.
+"""`hf-flash2 bench train`: one optimisation step of a model of the shape of a Llama, or of a Gemma 4, in bf16, by attention implementation.
 
 A step is forward, loss, backward and AdamW. The learning rate is 0: the optimizer does all its work and the weights stay as they are, so
 every arm computes the same loss at every step, and the losses can be compared. Weights, optimizer and batch are shared by the arms, which
@@ -60,6 +60,11 @@ class Preset:
     batch: int
     seqlen: int
     fill: float  # share of real tokens
+    head_dims: tuple[int, int] | None = None  # of a Gemma 4, layers with a sliding window and the others; else a Llama
+
+    @property
+    def family(self) -> str:
+        return "Gemma 4" if self.head_dims else "Llama"
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -67,10 +72,13 @@ class Preset:
 
 
 _LLAMA_1B = (2048, 16, 32, 8, 8192, 128256, True)  # Llama 3.2 1B
+_GEMMA4_LAYERS = (2560, 12, 8, 2, 10240, 32000, True)  # twelve layers of Gemma 4 E4B, two of them without a window
 PRESETS = {
     "1b-ragged": Preset(*_LLAMA_1B, batch=16, seqlen=2048, fill=0.33),
     "7b-layers-ragged": Preset(4096, 4, 32, 32, 11008, 32000, False, batch=4, seqlen=8192, fill=0.29),  # four layers of Llama 7B
     "1b-dense": Preset(*_LLAMA_1B, batch=4, seqlen=4096, fill=1.0),
+    "gemma4-layers-ragged": Preset(*_GEMMA4_LAYERS, batch=4, seqlen=8192, fill=0.29, head_dims=(256, 512)),
+    "gemma4-layers-dense": Preset(*_GEMMA4_LAYERS, batch=1, seqlen=16384, fill=1.0, head_dims=(256, 512)),
     "tiny": Preset(64, 2, 4, 2, 128, 256, True, batch=4, seqlen=64, fill=0.5),  # seconds on a CPU
 }
 
@@ -142,6 +150,10 @@ def run(args: argparse.Namespace) -> int:
         reason = native.reason_unavailable(torch.cuda.current_device()) if torch.cuda.is_available() else "there is no CUDA GPU"
         if reason is not None:
             print(f"hf-flash2 bench train cannot run: {reason}", file=sys.stderr)
+            return 1
+    for name in args.preset:
+        if PRESETS[name].family == "Gemma 4" and "gemma4_text" not in transformers.CONFIG_MAPPING:
+            print(f"hf-flash2 bench train: {name} needs a Transformers with Gemma 4, found {transformers.__version__}", file=sys.stderr)
             return 1
     environment = describe_environment(device) | {"transformers": transformers.__version__}
     print(as_title(environment))
@@ -218,13 +230,21 @@ def profile(name: str, training: "Training", samples: dict[str, Samples]) -> Ite
 
 def build(preset: Preset, device: torch.device, gradient_checkpointing: bool) -> torch.nn.Module:
     """A model with random weights, in training mode."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
+    of_gemma4 = {}
+    if preset.head_dims is not None:
+        head_dim, global_head_dim = preset.head_dims
+        of_gemma4 = {
+            "head_dim": head_dim, "global_head_dim": global_head_dim, "sliding_window": 512, "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        }  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma4_text" if of_gemma4 else "llama",
         hidden_size=preset.hidden, num_hidden_layers=preset.layers, num_attention_heads=preset.heads, num_key_value_heads=preset.heads_k,
         intermediate_size=preset.mlp, vocab_size=preset.vocabulary, tie_word_embeddings=preset.tied, max_position_embeddings=preset.seqlen,
         initializer_range=2 * preset.hidden**-0.5,  # larger than usual: attention is peaked, and the loss depends on it
-        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, **of_gemma4,
     )  # fmt: skip
     torch.manual_seed(SEED)
     with torch.device(device):
@@ -360,7 +380,7 @@ def describe(name: str, training: Training, args: argparse.Namespace) -> str:
     mask = training.batch["attention_mask"]
     checkpointing = ", gradient checkpointing" if args.gradient_checkpointing else ""
     return (
-        f"\n{name}: Llama shape of {training.size / 1e9:.2f} B parameters, {mask.shape[0]} x {mask.shape[1]} tokens, "
+        f"\n{name}: {PRESETS[name].family} shape of {training.size / 1e9:.2f} B parameters, {mask.shape[0]} x {mask.shape[1]} tokens, "
         f"{int(mask.sum())} of them real, bf16, AdamW{checkpointing}; {args.turns} turns of {args.steps} timed steps"
     )
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from hf_flash2 import bench_train as bench
 from hf_flash2 import cli
@@ -204,6 +205,23 @@ def test_presets_have_the_shapes_they_are_named_after():
     assert (ragged.batch, ragged.seqlen, sum(ragged.lengths)) == (16, 2048, pytest.approx(0.33 * 16 * 2048, rel=1e-3))
     assert (layers.batch, layers.seqlen, sum(layers.lengths)) == (4, 8192, pytest.approx(0.29 * 4 * 8192, rel=1e-3))
     assert dense.lengths == (4096,) * 4
+
+
+@pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="this Transformers has no Gemma 4")
+def test_presets_of_gemma_4_have_its_head_dims():
+    for name, tokens in (("gemma4-layers-ragged", 4 * 8192), ("gemma4-layers-dense", 16384)):
+        preset = bench.PRESETS[name]
+        with torch.device("meta"):
+            layers = bench.build(preset, torch.device("meta"), False).model.layers
+        assert [layer.self_attn.head_dim for layer in layers] == [256, 256, 256, 256, 256, 512] * 2
+        assert [layer.self_attn.sliding_window for layer in layers] == [512, 512, 512, 512, 512, None] * 2
+        assert preset.batch * preset.seqlen == tokens and sum(preset.lengths) == pytest.approx(preset.fill * tokens, rel=1e-3)
+
+
+def test_a_gemma_4_is_refused_where_transformers_has_none(monkeypatch, capsys):
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
+    assert cli.main(["bench", "train", "--preset", "gemma4-layers-dense", "--device", DEVICE]) == 1
+    assert "gemma4-layers-dense needs a Transformers with Gemma 4, found" in capsys.readouterr().err
 
 
 def test_batch_is_padded_on_the_right_and_labels_are_the_real_tokens():
