@@ -85,6 +85,8 @@ CLUSTER_FAULTS = {
     "unheard": "which a copy of the first block reads, with no barrier between|written while a wgmma or copy that reads it",
     "unmet end": r"no barrier has told it that (warp \d+|a copy of the \w+ block) is done with its shared memory|which has ended",
     "unmet begin": r"mbarrier at 0x\w+ of the peer, which warp \d+ initialised, with no barrier between|was not initialised",
+    "stores": "",
+    "stores unheard": r"a race: warp \d+ writes|another one that fills it is in flight",
 }
 
 

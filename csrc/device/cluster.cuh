@@ -26,6 +26,13 @@ __device__ __forceinline__ void peer_mbarrier_arrive(uint32_t peer_barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer_barrier) : "memory");
 }
 
+// Stores 16 bytes in shared memory of the peer and counts them on a barrier there. PTX ISA: "st.async".
+__device__ __forceinline__ void store_to_peer(uint32_t peer_destination, const float (&x)[4], uint32_t peer_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(peer_destination),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(peer_barrier)
+               : "memory");
+}
+
 // Copies `bytes` to shared memory of the peer and counts them on a barrier there; by one thread. A multiple of 16 bytes, as the addresses are.
 __device__ __forceinline__ void bulk_copy_to_peer(uint32_t peer_destination, uint32_t source, uint32_t bytes, uint32_t peer_barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(peer_destination),

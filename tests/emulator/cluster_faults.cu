@@ -26,6 +26,8 @@ enum Fault {
   kUnheard,         // the first block writes its row anew when the copy may well have been made, but nobody has told it
   kUnmetEnd,        // the blocks do not meet at the end
   kUnmetBegin,      // or at the beginning
+  kStores,          // none: the threads send the row, 16 bytes each
+  kStoresUnheard,   // and do not wait for what the peer says
   kFaults
 };
 
@@ -39,6 +41,7 @@ constexpr int kThreads = 64, kRounds = 3, kRowBytes = kThreads * 4, kSharedBytes
 __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) char memory[];
   const Fault fault = arguments.fault;
+  const bool stores = fault == kStores || fault == kStoresUnheard;
   const int thread = threadIdx.x, rank = cluster_rank();
   const uint32_t mine = shared_address(memory), received = mine + kRowBytes, full = received + kRowBytes, empty = full + 8,
                  spent = empty + 8, scratch = full + 32;
@@ -60,17 +63,22 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constan
         bulk_load(scratch, arguments.out, 16, spent);
       }
       mbarrier_wait(spent, (round - 1) & 1);
-    } else if (round > 0 && fault != kNoEmptyWait) {
+    } else if (round > 0 && fault != kNoEmptyWait && fault != kStoresUnheard) {
       mbarrier_wait(empty, (round - 1) & 1);
     }
+    const auto element = [&](int thread) { return float(round * 1000 + rank * 100 + thread); };
     const uint32_t own = fault == kOrdinaryAccess ? peer_address(mine) : mine;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + thread * 4), "f"(float(round * 1000 + rank * 100 + thread)) : "memory");
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + thread * 4), "f"(element(thread)) : "memory");
     if (fault != kNoProxyFence) async_proxy_fence();
     __syncthreads();
     if (thread == 0) {
       mbarrier_arrive_expect(full, kRowBytes);
-      if (fault != kNothingSent || rank == 1)
+      if (!stores && (fault != kNothingSent || rank == 1))
         bulk_copy_to_peer(peer_address(received), mine, fault == kTooFewBytes ? kRowBytes - 8 : kRowBytes, peer_address(full));
+    }
+    if (stores && thread % 4 == 0) {
+      const float four[4] = {element(thread), element(thread + 1), element(thread + 2), element(thread + 3)};
+      store_to_peer(peer_address(received) + thread * 4, four, peer_address(full));
     }
     if (fault != kNoFullWait) mbarrier_wait(full, round & 1);
     float x;

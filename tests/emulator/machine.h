@@ -103,6 +103,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity);
 uint32_t map_to_rank(uint32_t address, uint32_t rank);  // an address that only the next two take
 void peer_mbarrier_arrive(uint32_t mapped_address);
 void copy_to_peer(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_mbarrier);
+void store_to_peer(uint32_t mapped_destination, const void* bytes, uint32_t count, uint32_t mapped_mbarrier);
 void cluster_arrive();
 void cluster_wait();
 

@@ -233,6 +233,11 @@ void perform(Block& block, const Copy& copy) {
       end_filling(block, copy.shared, copy.bytes);
       mbarrier_complete_bytes(block, copy);
       break;
+    case Copy::kStoreOfPeer:
+      memcpy(shared, copy.read.data(), copy.bytes);
+      end_filling(block, copy.shared, copy.bytes);
+      mbarrier_complete_bytes(block, copy);
+      break;
     case Copy::kBulkStore:
     case Copy::kBulkAddFloats: {
       auto* destination = static_cast<unsigned char*>(const_cast<void*>(copy.host));
@@ -315,6 +320,17 @@ void copy_to_peer(uint32_t mapped_destination, uint32_t source, uint32_t bytes, 
   tell(*told);
   (*told)[moment.slot] = moment.time;
   peer.loads.push_back({Copy::kFromPeer, destination, nullptr, bytes, 0, mbarrier, {}, {}, moment, &block, source, told});
+}
+
+void store_to_peer(uint32_t mapped_destination, const void* bytes, uint32_t count, uint32_t mapped_mbarrier) {
+  peer_of(mapped_destination);
+  Block& peer = peer_of_mbarrier(mapped_mbarrier);
+  const uint32_t destination = unmapped(mapped_destination), mbarrier = unmapped(mapped_mbarrier);
+  const Moment moment = next_copy_to_peer(mbarrier);
+  start_filling(peer, destination, count, count, moment);
+  note_visit(peer, moment);
+  const auto* first = static_cast<const unsigned char*>(bytes);
+  peer.loads.push_back({Copy::kStoreOfPeer, destination, nullptr, count, 0, mbarrier, {}, {first, first + count}, moment});
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, bool add) {

@@ -354,6 +354,13 @@ inline void cp_async_bulk_shared__cluster_shared__cta_mbarrier__complete_tx__byt
                                                                                    uint32_t barrier) {
   copy_to_peer(destination, source, bytes, barrier);
 }
+template <typename T>
+void st_async_shared__cluster_mbarrier__complete_tx__bytes_v4_f32(uint32_t destination, const std::array<T*, 4>& value, uint32_t barrier) {
+  static_assert(sizeof(T) == 4);
+  unsigned char bytes[16];
+  for (int i = 0; i < 4; ++i) memcpy(bytes + i * 4, value[i], 4);
+  store_to_peer(destination, bytes, sizeof bytes, barrier);
+}
 inline void createpolicy_fractional_L2__evict_first_b64(uint64_t& policy) { policy = 0; }  // there is no L2
 template <typename P>
 void cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(P destination, uint32_t source, uint32_t bytes) {

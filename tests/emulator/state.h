@@ -30,7 +30,7 @@ struct Moment {
 
 // A copy whose bytes have not moved yet.
 struct Copy {
-  enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats, kFromPeer } kind;
+  enum Kind { kCpAsync, kTensorLoad, kTensorStore, kTensorAdd, kBulkLoad, kBulkStore, kBulkAddFloats, kFromPeer, kStoreOfPeer } kind;
   uint32_t shared;   // address
   const void* host;  // address, or the tensor map
   uint32_t bytes;
@@ -38,7 +38,7 @@ struct Copy {
   uint32_t mbarrier;     // of loads by the copy engine
   std::array<int, 5> coordinates;
   std::vector<unsigned char> read;   // of stores: the bytes, once they have been read
-  Moment moment = {};                // who has asked for it and when; kFromPeer: its own
+  Moment moment = {};                // who has asked for it and when; kFromPeer, kStoreOfPeer: its own
   Block* source = nullptr;           // kFromPeer: whose shared memory is read
   uint32_t source_address = 0;       // and where
   std::shared_ptr<Clock> told = {};  // kFromPeer: what the one knew who asked for it
