@@ -259,7 +259,7 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
     return dispatch_dtype(params.forward.dtype, [&](auto dtype) -> BackwardKernels {
       constexpr int kHeadDim = decltype(head_dim)::value;
       using T = decltype(dtype);
-      if constexpr (kHasSm90 && kHeadDim <= 256) {  // above, the Hopper family has no backward
+      if constexpr (kHasSm90) {
         if (params.forward.family != kSm80 && reason_not_sm90_backward(params) == nullptr)
           return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
       }

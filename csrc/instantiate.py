@@ -65,7 +65,6 @@ def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
         for family, directions in FAMILIES.items()
         for direction in directions
         for head_dim in sorted(head_dims, reverse=True)
-        if (direction, family) != ("backward", "sm90") or head_dim <= 256
         for dtype, ctype in DTYPES.items()
     ]
 

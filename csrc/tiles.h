@@ -232,7 +232,8 @@ struct ForwardTile<512, TileSize::kSmall> {
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
 // d 64 and 128; dQ takes the place of dP. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 32 of dQ: 192 at d 256. Two thread
-// blocks, kCluster, have a task together.
+// blocks, kCluster, have a task together. Above d 256 each has half the columns: D is 256 there, and in place of the peer's dS and K it holds
+// what comes from the peer of S and dP, 8 M N: 217 KB.
 template <int kHeadDim>
 struct BackwardTile;
 template <>
@@ -253,6 +254,10 @@ struct BackwardTile<192> {
 };
 template <>
 struct BackwardTile<256> {
+  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kDoutStages = 1, kCluster = 2;
+};
+template <>
+struct BackwardTile<512> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kDoutStages = 1, kCluster = 2;
 };
 

@@ -71,11 +71,6 @@ class Case:
         return self.form == "packed" and 0 in (sum(self.lengths_q), sum(self.lengths_k))
 
     @property
-    def backward_beyond_hopper(self) -> bool:
-        """Its backward alone."""
-        return max(self.head_dim, self.head_dim_v) > 256
-
-    @property
     def scores(self) -> int:
         """How many scores an eager implementation materialises: what a case costs the oracle."""
         return len(self.lengths_q) * self.heads[0] * max(self.lengths_q) * max(self.lengths_k)

@@ -102,12 +102,12 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, i
 // 403 -> 213 349 428, 32/8 at 8 x 512, 4 x 1k 191 298 -> 210 321, 16/2 at 16 x 512 167 -> 206, 8/1 at 32 x 512, 16 x 1k 168 290 -> 207 324. d 192
 // as much; at 128 and 256 11 to 37 %; full, at 128 15 to 42 %. Slower: fewer heads than clusters, 3 to 65 %; splits of one head each, 1 to 11;
 // others at 2k, 0 to 5; and on an H100, perhaps as more heads are under way than L2 holds, tasks of 4 heads at 1k and 2k, 3 to 8 (an H200 3 to 7 %
-// faster), full from 256 on, 2 to 28.
+// faster), full from 256 on, 2 to 28. Above head dim 256, one H200, 4/4, 32/4 and 8/1 heads at 256 to 8k: level to 16 % slower.
 template <typename Shape>
 int choose_splits_in_order(const HfFlash2ForwardParams& params) {
   constexpr int kShort = 2048, kShortSplit = 1024, kShortFull = 768, kShortFullGroup = 128;
   const bool full = params.window_left < 0 && params.window_right < 0;
-  if (Shape::kHeadDim <= 128 || !(full || is_triangular(params))) return 0;
+  if (Shape::kHeadDim <= 128 || Shape::kColumnParts > 1 || !(full || is_triangular(params))) return 0;
   const int group = params.heads_q / params.heads_k, clusters = multiprocessors(params.device) / Shape::kCluster;
   const int seqlen = std::max(params.max_seqlen_q, params.max_seqlen_k), most_heads = seqlen <= 512 ? 4 : 2;  // a task
   for (int splits = 1; splits == 1 || splits < group; ++splits) {
@@ -135,9 +135,9 @@ struct BackwardPlan {
     plan.in_order = backward.deterministic || splits_in_order > 0;
     const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
     check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
-    plan.splits = splits_in_order > 0
-                      ? splits_in_order
-                      : choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device));
+    plan.splits = splits_in_order > 0 ? splits_in_order
+                                      : choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN,
+                                                            multiprocessors(params.device) / Shape::kColumnParts);
     plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
@@ -338,7 +338,9 @@ void run_backward(const HfFlash2BackwardParams& params) {
       else
         launch_backward<Shape, T, backward_wide_kernel<Computes, T>, backward_wide_kernel<InOrder<Computes>, T>>(params);
     };
-    if (params.forward.softcap > 0.f)
+    if constexpr (Shape::kColumnParts > 1)
+      launch_of(shape);
+    else if (params.forward.softcap > 0.f)
       launch_of(Capped<Shape>{});
     else if (params.forward.dropout_p > 0.f)
       launch_of(Dropping<Shape>{});

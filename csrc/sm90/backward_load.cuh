@@ -18,7 +18,8 @@ namespace hf_flash2::sm90 {
 template <typename Shape>
 struct BackwardShared {
   static constexpr int kUnitBytes = Shape::kCluster > 1 ? 16 : 0;  // the smallest copy
-  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7;
+  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages,
+                       kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7 + (Shape::kColumnParts - 1) * 4;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes +
                                 kStages * (Shape::kQueryBytes + 2 * Shape::kRowBytes) + kDoutStages * Shape::kDoutBytes +
                                 Shape::kWorkBytes + BackwardTask::kBytes + kUnitBytes + (kBarriers + 1) / 2 * 16;
@@ -49,6 +50,9 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t dout_empty() const { return barrier(9 + 3 * kStages); }  // where Q and dO have stages of their own
   __device__ __forceinline__ uint32_t unit_full() const { return barrier(10 + 3 * kStages); }
   __device__ __forceinline__ uint32_t unit_empty() const { return barrier(11 + 3 * kStages); }
+  // Where blocks have half the columns: the peer's part of S, or of dP, has arrived here; the peer has read what came from here.
+  __device__ __forceinline__ uint32_t part_full(int consumer) const { return barrier(12 + 3 * kStages + consumer); }
+  __device__ __forceinline__ uint32_t part_empty(int consumer) const { return barrier(14 + 3 * kStages + consumer); }
   __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
@@ -64,6 +68,9 @@ struct BackwardShared {
         mbarrier_init(dout_empty(), Shape::kConsumerThreads);
         mbarrier_init(unit_full(), 1);
         mbarrier_init(unit_empty(), 1);
+      }
+      if constexpr (Shape::kColumnParts > 1) {
+        for (int consumer = 0; consumer < 2; ++consumer) mbarrier_init(part_full(consumer), 1), mbarrier_init(part_empty(consumer), 4);
       }
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
@@ -101,9 +108,9 @@ struct Loader {
 
   __device__ __forceinline__ void load(const BackwardTask& task) {
     const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
-    const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch;
+    const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch, first_panel = Shape::first_panel();
     const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
-                                 int head, int first = 0) {
+                                 int head, int first) {
 #pragma unroll
       for (int panel = 0; panel < panels; ++panel)
         tma_load(tile + panel * panel_bytes, map, full, (first + panel) * 64, token, head, map_batch);
@@ -112,9 +119,9 @@ struct Loader {
       const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
       if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
       mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes);
-      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head);
-      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head);
-      if constexpr (Shape::kCluster > 1) {
+      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head, first_panel);
+      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head, first_panel);
+      if constexpr (Shape::kPeerPanels > 0) {
         const int peer_token = task.k.start + (task.key_block ^ 1) * Shape::kBlockN;
         load_panels(shared.peer_k(), Shape::kPeerPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), peer_token, head,
                     Shape::first_peer_panel(cluster_rank()));
@@ -129,12 +136,13 @@ struct Loader {
           const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
           mbarrier_wait(shared.empty(stage), released);
           mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
-          load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head);
+          load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head,
+                      first_panel);
           const auto load_dout = [&] {
             const uint32_t dout_full = shared.dout_full(step % kDoutStages);
             mbarrier_arrive_expect(dout_full, Shape::kDoutBytes + Shape::kRowBytes);
             load_panels(shared.dout(step % kDoutStages), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, dout_full, token,
-                        head);
+                        head, first_panel);
           };
           if constexpr (kDoutStages == kStages) load_dout();
           if (step == first_step) load_keys();  // PERF: a stage of the ring is free a step before K and V are

@@ -35,9 +35,9 @@ template <typename Shape>
 __device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity) {
   mbarrier_wait(shared.keys_full(), parity);
   const int rows = task.k.length - task.key_block * Shape::kBlockN;
-  const int peer_rows = Shape::kCluster > 1 ? task.k.length - (task.key_block ^ 1) * Shape::kBlockN : Shape::kBlockN;
+  const int peer_rows = Shape::kTaskBlocks > 1 ? task.k.length - (task.key_block ^ 1) * Shape::kBlockN : Shape::kBlockN;
   if (rows >= Shape::kBlockN && peer_rows >= Shape::kBlockN) return;
-  if constexpr (Shape::kCluster > 1) clear_rows<Shape::kBlockN, Shape::kPeerPanels, Shape::kConsumerThreads>(shared.peer_k(), peer_rows);
+  if constexpr (Shape::kTaskBlocks > 1) clear_rows<Shape::kBlockN, Shape::kPeerPanels, Shape::kConsumerThreads>(shared.peer_k(), peer_rows);
   clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
   clear_rows<Shape::kBlockN, Shape::kValuePanels, Shape::kConsumerThreads>(shared.v(), rows);
   async_proxy_fence();
@@ -186,17 +186,18 @@ __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*
   }
 }
 
-// dK or dV of 64 keys to global memory: rounded, to their rows, or where other tasks have shares of it, to floats from `first_float` of the
-// task's share on.
+// dK or dV of 64 keys to global memory, `first_column` the first of this block: rounded, to their rows, or where other tasks have shares of it,
+// to elements from `first` of the task's share on.
 // PERF: rows that this kernel will not read again stream through L2, which then holds more of dQ. One H200, at 512 and 1k, TFLOP/s: d 64 full
 // 379 481 -> 396 497, causal 214 335 -> 229 355, d 128 full 419 529 -> 435 541, causal 256 392 -> 262 403; 1 to 2 % at 4k. The same for dQ as
 // convert_kernel writes it, for K, V, O and the accumulator as they are read: no faster; for Q and dO: 4 to 5 % slower. What is added to
 // dQ kept in L2 before other things (evict_last): no faster, at 4k 0.5 % slower.
 template <typename Shape, typename T, int kTiles>
 __device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first,
-                                                   const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {
+                                                   const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns,
+                                                   int first_column = 0) {
   if (arguments.shares.split()) {
-    if (Shape::kCluster > 1 && task.key_block * Shape::kBlockN >= task.k.length) return;  // the share there is of another sequence
+    if (Shape::kTaskBlocks > 1 && task.key_block * Shape::kBlockN >= task.k.length) return;  // the share there is of another sequence
     T* share = arguments.shares.tile<Shape, T>(arguments.params.forward, task.batch, task.part, task.key_block) + first;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
@@ -204,9 +205,9 @@ __device__ __forceinline__ void store_key_gradient(const BackwardArguments& argu
              make_uint2(pack<T>(gradient[n][0], gradient[n][1]), pack<T>(gradient[n][2], gradient[n][3])));
     return;
   }
-  T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start);
+  T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start) + first_column;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    store_row<true>(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns);
+    store_row<true>(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns - first_column);
 }
 }  // namespace hf_flash2::sm90

@@ -74,8 +74,12 @@ struct BackwardArguments {
 template <int kHeadDimension, int kHeadDimensionV = kHeadDimension>
 struct BackwardSizes : BackwardTile<kHeadDimension> {
   using Tile = BackwardTile<kHeadDimension>;
-  static constexpr int kHeadDim = kHeadDimension, kHeadDimV = kHeadDimensionV, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
-  static constexpr int kCluster = Tile::kCluster, kTaskKeys = kBlockN * kCluster;  // blocks that have a task together, and its keys
+  static constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kCluster = Tile::kCluster;
+  // The thread blocks of a cluster have a task together: each its keys, or above head dim 256 each half the columns of the same keys. kHeadDim
+  // and kHeadDimV are the columns of a block.
+  static constexpr int kColumnParts = kHeadDimension > 256 ? kCluster : 1, kTaskBlocks = kCluster / kColumnParts;
+  static constexpr int kTaskKeys = kBlockN * kTaskBlocks;
+  static constexpr int kHeadDim = kHeadDimension / kColumnParts, kHeadDimV = kHeadDimensionV / kColumnParts;
   static constexpr bool kCapped = false, kDropout = false;
   // Dropout: bits are drawn while S is under way. PERF: one H200, full and causal at 4k, TFLOP/s: d 64 403 379 -> 441 411, d 128 515 502 -> 526
   // 512, d 192 455 423 -> 470 438; d 96 426 403 -> 413 392, d 256 445 417 -> 436 407.
@@ -85,17 +89,20 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kKeyPanelBytes = kBlockN * 128, kQueryPanelBytes = kBlockM * 128, kScorePanelBytes = kBlockN * 128;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // K, V
   // Of a cluster, each block computes half the columns of dQ, for all keys: it has as much as it needs of its peer's K, two panels.
-  static constexpr int kPeerPanels = kCluster > 1 ? 2 : 0, kPeerKeyBytes = kPeerPanels * kKeyPanelBytes;
+  static constexpr int kPeerPanels = kTaskBlocks > 1 ? 2 : 0, kPeerKeyBytes = kPeerPanels * kKeyPanelBytes;
   static __device__ __forceinline__ int first_peer_panel(int rank) { return rank * (kPanels - kPeerPanels); }
+  // The first panel of this block's columns.
+  static __device__ __forceinline__ int first_panel() { return kColumnParts > 1 ? cluster_rank() * kPanels : 0; }
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kDoutBytes = kQueryPanelBytes * kValuePanels;  // one stage of Q, of dO
   static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                         // dS, panels of 64 queries
   static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
   // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows).
   // Columns behind the head dim stay zero.
-  static constexpr int kDqColumns = kPanels * 64, kDqPieceFloats = 64 * 64, kDqPieces = kBlockM / 64 * kPanels;
+  static constexpr int kDqColumns = kPanels * kColumnParts * 64, kDqPieceFloats = 64 * 64,
+                       kDqPieces = kBlockM / 64 * kPanels * kColumnParts;
   static constexpr bool kDqByRows = kBlockM == 128;
   // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
-  static constexpr int kKeyGradientElements = kBlockN * (kHeadDim + kHeadDimV);
+  static constexpr int kKeyGradientElements = kBlockN * (kHeadDimension + kHeadDimensionV);
   static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * 32) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
@@ -140,8 +147,8 @@ struct BackwardTask {
     const HfFlash2ForwardParams& forward = params.forward;
     const int parts = arguments.parts(), heads = forward.heads_q / parts;
     const int batch = batch_head / parts, part = batch_head % parts;
-    const int key_block = task_block * Shape::kCluster + (Shape::kCluster > 1 ? cluster_rank() : 0), key_begin = key_block * Shape::kBlockN,
-              task_begin = task_block * Shape::kTaskKeys;
+    const int key_block = task_block * Shape::kTaskBlocks + (Shape::kTaskBlocks > 1 ? cluster_rank() : 0),
+              key_begin = key_block * Shape::kBlockN, task_begin = task_block * Shape::kTaskKeys;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
     const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
     const Mask mask(forward, batch, q, k);
@@ -195,7 +202,7 @@ struct BackwardTask {
   // Deterministic mode: how many key blocks come to a tile of dQ before this one, in the order of their launch (backward_launch.cuh).
   template <typename Shape>
   __device__ __forceinline__ int turn(const HfFlash2ForwardParams& params, int query_block) const {
-    const int row_begin = query_block * Shape::kBlockM, task_block = key_block / Shape::kCluster;
+    const int row_begin = query_block * Shape::kBlockM, task_block = key_block / Shape::kTaskBlocks;
     return params.window_right >= 0 ? mask.key_block_end(row_begin + Shape::kBlockM, Shape::kTaskKeys) - 1 - task_block
                                     : task_block - mask.key_block_begin(row_begin, Shape::kTaskKeys);
   }

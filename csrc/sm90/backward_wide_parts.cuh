@@ -1,0 +1,261 @@
+// What both consumers of backward_wide.cuh do: P and dS from one to the other, parts of S and dP from block to block, and dQ to global memory.
+#pragma once
+#include "device/reduce_add.cuh"
+#include "device/semaphore.cuh"
+#include "sm90/backward_parts.cuh"
+
+namespace hf_flash2::sm90 {
+
+template <int kHeadDim, int kHeadDimV = kHeadDim>
+struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
+  using Sizes = BackwardSizes<kHeadDim, kHeadDimV>;
+  static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
+  static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 2;
+  static constexpr int kPartBytes = Sizes::kColumnParts > 1 ? Sizes::kBlockN * Sizes::kBlockM * 4 : 0;
+  // dS, of both blocks where each has its keys, then P, then the peer's parts of S and dP.
+  static constexpr int kWorkBytes = Sizes::kTaskBlocks * Sizes::kStages * Sizes::kScoreBytes + kPBytes + 2 * kPartBytes;
+  static constexpr bool kDeterministic = false;
+  static constexpr int kApart = kHeadDim == 256 ? 6 : kHeadDimV == 128 ? 4 : 2;  // products between two additions: add_dq()
+  // Columns of dQ that a consumer computes, so many kRounds times, and the first of them.
+  static constexpr int kColumns[2] = {64, Sizes::kColumnParts > 1 ? 64 : Sizes::kDqColumns / 2 - 64};
+  static constexpr int kRounds[2] = {1, Sizes::kColumnParts > 1 ? 3 : 1};
+  template <int kConsumer>
+  static __device__ __forceinline__ int first_column(int rank) {
+    if constexpr (Sizes::kColumnParts > 1) return rank * 256 + kConsumer * 64;
+    return kConsumer == 0 ? rank * 128 : 64 + rank * (Sizes::kDqColumns == 256 ? 128 : 32);
+  }
+};
+
+// Deterministic mode, a kernel of its own: the key blocks add to a tile of dQ one after the other, each consumer on its own.
+template <typename Shape>
+struct InOrder : Shape {
+  static constexpr bool kDeterministic = true;
+};
+
+// dS, of the keys of this block or, with `peers`, of its peer's.
+template <typename Shape>
+__device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& shared, int stage, int peers = 0) {
+  return shared.work() + (stage * Shape::kTaskBlocks + peers) * Shape::kScoreBytes;
+}
+// P goes to the second consumer in fp16, times 2^12: to 2^-26 it has 11 bits, and 16 is the largest there is. dV is of the same multiple.
+// PERF: against fp32, one H100, at 1k, 4k, 16k, TFLOP/s: d 256 full 381 472 495 -> 391 503 535, causal 273 430 491 -> 276 454 530, d 192/128
+// full at 4k, 16k 449 464 -> 464 490, causal 393 450 -> 406 467. In fp16 the errors of dQ and dK are 1.2 times as large, in bf16 as before.
+constexpr int kPExponent = 12;
+constexpr float kOneOfP = 1.f / (1 << kPExponent);
+template <int kTiles, bool kPositive = false>
+__device__ __forceinline__ void round_tiles_to_half(uint32_t* rounded, const float (*x)[4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles * 2; ++i) rounded[i] = pack_half_finite<kPositive>(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+}
+// Elements of this thread in tiles 2n and 2n + 1 of P.
+template <typename Shape>
+__device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
+  return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
+}
+// Of tile n of the peer's part of S, or of dP, this thread's elements.
+template <typename Shape>
+__device__ __forceinline__ uint32_t wide_part_buffer(const BackwardShared<Shape>& shared, int consumer, int n) {
+  return wide_ds_buffer(shared, Shape::kStages) + Shape::kPBytes + consumer * Shape::kPartBytes + (n * 128 + threadIdx.x % 128) * 16;
+}
+
+// Named barriers: the first consumer has written P; the second has written dS to a buffer, and all of it is there for itself; a consumer's
+// turn has come, and it has added. That P has been read is said by an mbarrier: compute-sanitizer cannot follow a named one that readers
+// arrive at, not even in the example of the PTX ISA ("bar"), and it is not faster.
+constexpr int kPFull = 2, kDsHere = 3;
+__device__ __forceinline__ int turn_has_come(int consumer) { return 6 + consumer; }
+__device__ __forceinline__ int has_added(int consumer) { return 8 + consumer; }
+constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps its order
+
+// Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for tasks that were taken
+// earlier, so that waiting always ends. It asks for the next turn while the consumer adds: if that has come, the consumer may go on before the
+// last is passed on, which takes a fence.
+// PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k, 16k, % of the default's speed: full 81 78
+// 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they passed turns on a step later. Asking while the
+// consumer adds, then the first block at a tile that stores, so that nothing clears dQ: full at 1k, 4k, 16k, TFLOP/s, 340 407 427 -> 352 433
+// 442 -> 371 445 465, causal 269 377 408 -> 274 391 420 -> 300 417 451 (the default 359 447 468, 294 433 468). Tried and left: sums of dQ of
+// their own for even and odd key blocks, so that two steps lie between what one block and the next one add: at 2k, 4k, 16k full 89 86 84 %
+// -> 79 79 83, causal 87 84 82 -> 75 76 72. A kernel for dK and dV and one for dQ would need no order, but seven products in place of five: 71 %
+// at best.
+template <typename Shape>
+__device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params, const BackwardTask& task, int consumer) {
+  if (!task.has_steps()) return;
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  const bool elected = threadIdx.x % 32 == 0;
+  BackwardTask::Step at = task.first();
+  const auto semaphore = [&] {
+    return workspace.semaphore(task.first_tile + at.head * task.head_tiles + at.query_block, cluster_rank() * 2 + consumer);
+  };
+  const auto turn = [&] { return task.template turn<Shape>(params.forward, at.query_block); };
+  const auto let_add = [&] {
+    __syncwarp();
+    named_barrier_arrive(turn_has_come(consumer), kTurnThreads);
+  };
+  if (elected) semaphore_wait(semaphore(), turn());
+  let_add();
+  for (bool more = true; more;) {
+    int32_t* const current = semaphore();
+    more = task.advance(at);
+    const bool come = __any_sync(0xffffffffu, elected && more && semaphore_read(semaphore()) >= turn());
+    named_barrier_sync(has_added(consumer), kTurnThreads);
+    if (come) let_add();
+    if (elected) semaphore_pass(current);
+    if (more && !come) {
+      if (elected) semaphore_wait(semaphore(), turn());
+      let_add();
+    }
+  }
+}
+
+// Of S or dP a consumer has, in `part`, what its columns make: sends it to its peer, and adds what comes from there, each thread that of its own
+// elements. The sum is the same in both blocks.
+template <typename Shape, int kTiles>
+__device__ __forceinline__ void add_part_of_peer(const BackwardShared<Shape>& shared, int consumer, float (&part)[kTiles][4],
+                                                 uint32_t step) {
+  const uint32_t full = shared.part_full(consumer), empty = shared.part_empty(consumer), parity = step & 1;
+  const uint32_t peer_buffer = peer_address(wide_part_buffer(shared, consumer, 0)), peer_full = peer_address(full);
+  if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(full, Shape::kPartBytes);
+  mbarrier_wait(empty, parity ^ 1);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) store_to_peer(peer_buffer + n * (128 * 16), part[n], peer_full);
+  mbarrier_wait(full, parity);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const uint4 x = load_shared_uint4(wide_part_buffer(shared, consumer, n));
+    part[n][0] += __uint_as_float(x.x), part[n][1] += __uint_as_float(x.y);
+    part[n][2] += __uint_as_float(x.z), part[n][3] += __uint_as_float(x.w);
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(peer_address(empty));
+}
+
+// A consumer's columns of dQ, begun: once its dS is there.
+template <typename Shape, typename T, int kConsumer>
+__device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] / 8][4], const BackwardShared<Shape>& shared, uint32_t step,
+                                         int round = 0) {
+  constexpr int kColumns = Shape::kColumns[kConsumer];
+  const int stage = step % Shape::kStages, rank = cluster_rank(), column = Shape::template first_column<kConsumer>(rank);
+  const uint32_t of_panel = column % 64 * 2;
+  mbarrier_wait(shared.ds_full(stage), step / Shape::kStages & 1);
+  if constexpr (Shape::kColumnParts > 1) {
+    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
+                                             hidden(shared.k()) + (kConsumer + round) * Shape::kKeyPanelBytes);
+  } else {
+    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
+                                             hidden(shared.k()) + column / 64 * Shape::kKeyPanelBytes + of_panel);
+    issue_query_gradient<Shape, T, kColumns, true>(
+        &dq[0][0], wide_ds_buffer(shared, stage, 1),
+        hidden(shared.peer_k()) + (column / 64 - Shape::first_peer_panel(rank)) * Shape::kKeyPanelBytes + of_panel);
+  }
+}
+
+// Where a thread adds to a tile of dQ, in bytes, its lane's four floats (reduce_add.cuh, from sm_90 on) included, and where it says that dS has
+// been read: the same in every step. PERF: kept in registers; the loop over tasks else finds them in every step anew, from threadIdx and
+// blockIdx.
+struct DqPlace {
+  uint32_t bytes, peer_ds_empty;
+
+  template <typename Shape, int kConsumer>
+  static __device__ __forceinline__ DqPlace make(const BackwardShared<Shape>& shared) {
+    const uint32_t column = Shape::template first_column<kConsumer>(cluster_rank());
+    return {hidden((column * 64 + threadIdx.x % 128 * 4) * sizeof(float)), peer_address(shared.ds_empty(0))};
+  }
+};
+
+// Waits for them and adds them to global memory.
+// PERF: additions that follow each other at once keep the other consumer from shared memory: all of them go through one queue. So the
+// address of each depends on kApart products behind those of the one before, of some five cycles each. One H200, before clusters, d 256 full at
+// 1k, 4k, 16k, TFLOP/s: 357 439 442 -> 369 476 451; nanosleep in place of the products 460 (where 486). One H100, 1, 2, 3, 4, 6, 8, 14 of them,
+// full at 4k, in % of what had no loop over tasks: d 192 100 103 100 95 94 93 90, 192/128 106 105 107 108 108 106 104, d 256 102 100 98 100 102
+// 100 98; causal alike.
+template <typename Shape, int kConsumer>
+__device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, const DqPlace& place,
+                                       float (&dq)[Shape::kColumns[kConsumer] / 8][4], uint32_t step, int tile, bool first, int round) {
+  constexpr int kTiles = Shape::kColumns[kConsumer] / 8, kRounds = Shape::kRounds[kConsumer];
+  const bool is_first = round == 0, is_last = round == kRounds - 1;
+  wgmma_wait<0>();
+  wgmma_use<kTiles * 4>(&dq[0][0]);
+  if (is_last && threadIdx.x % 32 == 0) {
+    if constexpr (Shape::kTaskBlocks > 1)
+      peer_mbarrier_arrive(place.peer_ds_empty + step % Shape::kStages * 8);
+    else
+      mbarrier_arrive(shared.ds_empty(step % Shape::kStages));
+  }
+  if (Shape::kDeterministic && is_first) named_barrier_sync(turn_has_come(kConsumer), kTurnThreads);
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  char* const columns =
+      reinterpret_cast<char*>(workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns)) + place.bytes;
+  uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & params.forward.head_dim >> 31;  // which the compiler does not know
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float* const four = reinterpret_cast<float*>(columns + zero + (round * kTiles + n) * (128 * 4 * sizeof(float)));
+    if (Shape::kDeterministic && first)
+      store_reduced(four, 0, dq[n]);
+    else
+      reduce_add(four, 0, dq[n]);
+    for (int i = 0; i < Shape::kApart; ++i) zero = zero * zero + zero;
+  }
+  if (Shape::kDeterministic && is_last) named_barrier_arrive(has_added(kConsumer), kTurnThreads);
+}
+
+// dQ of a step, of which the first columns are under way, to global memory. read(): behind the last product.
+template <typename Shape, typename T, int kConsumer, typename F>
+__device__ __forceinline__ void finish_dq(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, const DqPlace& place,
+                                          float (&dq)[Shape::kColumns[kConsumer] / 8][4], uint32_t step, int tile, bool first,
+                                          const F& read) {
+  constexpr int kRounds = Shape::kRounds[kConsumer];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    if (round > 0) issue_dq<Shape, T, kConsumer>(dq, shared, step, round);
+    if (round == kRounds - 1) read();
+    add_dq<Shape, kConsumer>(params, shared, place, dq, step, tile, first, round);
+  }
+}
+
+// The end of a step, when its last product has been issued: Q and dO are done with, and under that product comes dQ of the step before, of
+// `last_tile`.
+template <typename Shape, typename T, int kConsumer, bool kFirst>
+__device__ __forceinline__ void finish_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, const DqPlace& place,
+                                            uint32_t step, int last_tile, bool first) {
+  // Where Q and dO have stages of their own, who is done with one of them has said so.
+  const uint32_t done = Shape::kDoutStages == Shape::kStages || kConsumer == 1 ? shared.empty(step % Shape::kStages) : shared.dout_empty();
+  if constexpr (kFirst) {
+    wgmma_wait<0>();
+    mbarrier_arrive(done);
+  } else {
+    float dq[Shape::kColumns[kConsumer] / 8][4];
+    issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
+    wgmma_wait<Shape::kTaskBlocks>();
+    mbarrier_arrive(done);
+    finish_dq<Shape, T, kConsumer>(params, shared, place, dq, step - 1, last_tile, first, [] {});
+  }
+}
+
+// Calls f(step, at), which ends with a product of its own under way, for every step of a task, and finishes each. Steps are counted on
+// from `step`.
+template <typename Shape, typename T, int kConsumer, typename F>
+__device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
+                                                   const BackwardTask& task, uint32_t& step, uint32_t keys_parity, const F& f) {
+  if (!task.has_steps()) return;
+  wait_for_keys(shared, task, keys_parity);
+  const DqPlace place = DqPlace::make<Shape, kConsumer>(shared);
+  BackwardTask::Step at = task.first();
+  int last_tile = 0;
+  bool first = false;  // deterministic mode: it was the first key block there
+  const auto advance = [&](auto is_first) {
+    const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
+    clear_queries(shared, task, step, at.query_block);
+    f(step, at);
+    finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, place, step++, last_tile, first);
+    last_tile = tile;
+    if constexpr (Shape::kDeterministic) first = task.template turn<Shape>(params.forward, at.query_block) == 0;
+  };
+  advance(std::true_type{});
+  while (task.advance(at)) advance(std::false_type{});
+  float dq[Shape::kColumns[kConsumer] / 8][4];
+  issue_dq<Shape, T, kConsumer>(dq, shared, step - 1);
+  finish_dq<Shape, T, kConsumer>(params, shared, place, dq, step - 1, last_tile, first, [&] {
+    wgmma_wait<0>();
+    mbarrier_arrive(shared.keys_empty());
+  });
+}
+}  // namespace hf_flash2::sm90
