@@ -72,7 +72,9 @@ class Preset:
 
 
 _LLAMA_1B = (2048, 16, 32, 8, 8192, 128256, True)  # Llama 3.2 1B
-_GEMMA4_LAYERS = (2560, 12, 8, 2, 10240, 32000, True)  # twelve layers of Gemma 4 E4B, two of them without a window
+# Twelve layers of Gemma 4 E4B, two of them without a window. Not tied: its embeddings are scaled, and with random weights the model would
+# predict the token that it is given, at a loss of 38.
+_GEMMA4_LAYERS = (2560, 12, 8, 2, 10240, 32000, False)
 PRESETS = {
     "1b-ragged": Preset(*_LLAMA_1B, batch=16, seqlen=2048, fill=0.33),
     "7b-layers-ragged": Preset(4096, 4, 32, 32, 11008, 32000, False, batch=4, seqlen=8192, fill=0.29),  # four layers of Llama 7B
@@ -249,6 +251,11 @@ def build(preset: Preset, device: torch.device, gradient_checkpointing: bool) ->
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    if of_gemma4:
+        # Normed q and k of weight 1 make scores of up to 100, and what bf16 rounds away turns the gradient around, in eager too.
+        for attention in (layer.self_attn for layer in model.model.layers):
+            for norm in (attention.q_norm, attention.k_norm):
+                torch.nn.init.constant_(norm.weight, (2 / attention.head_dim**0.5) ** 0.5)  # scores of a standard deviation of 2
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
