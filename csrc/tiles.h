@@ -257,8 +257,6 @@ struct BackwardTile<256> {
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kDoutStages = 1, kCluster = 2;
 };
 template <>
-struct BackwardTile<512> {
-  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kDoutStages = 1, kCluster = 2;
-};
+struct BackwardTile<512> : BackwardTile<256> {};
 
 }  // namespace hf_flash2::sm90

@@ -88,10 +88,9 @@ __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params,
       sum[n][0] += low.x, sum[n][1] += low.y, sum[n][2] += high.x, sum[n][3] += high.y;
     }
   }
-  constexpr int kColumnsDk = Shape::kHeadDim * Shape::kColumnParts, kColumnsDv = Shape::kHeadDimV * Shape::kColumnParts;
-  constexpr int kPiecesDk = Shape::kBlockN * kColumnsDk / kPieceElements;
+  constexpr int kPiecesDk = Shape::kBlockN * Shape::kTaskHeadDim / kPieceElements;
   const bool is_dk = piece < kPiecesDk;
-  const int of_gradient = is_dk ? piece : piece - kPiecesDk, across = (is_dk ? kColumnsDk : kColumnsDv) / kColumns;
+  const int of_gradient = is_dk ? piece : piece - kPiecesDk, across = (is_dk ? Shape::kTaskHeadDim : Shape::kTaskHeadDimV) / kColumns;
   const int row_begin = key_block * Shape::kBlockN + of_gradient / across * 64, column = of_gradient % across * kColumns;
   const HfFlash2Tensor& tensor = is_dk ? params.dk : params.dv;
   T* rows = token_pointer<T>(tensor, batch, head, seq.start) + column;

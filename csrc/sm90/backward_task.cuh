@@ -77,9 +77,10 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kCluster = Tile::kCluster;
   // The thread blocks of a cluster have a task together: each its keys, or above head dim 256 each half the columns of the same keys. kHeadDim
   // and kHeadDimV are the columns of a block.
-  static constexpr int kColumnParts = kHeadDimension > 256 ? kCluster : 1, kTaskBlocks = kCluster / kColumnParts;
+  static constexpr int kTaskHeadDim = kHeadDimension, kTaskHeadDimV = kHeadDimensionV;
+  static constexpr int kColumnParts = kTaskHeadDim > 256 ? kCluster : 1, kTaskBlocks = kCluster / kColumnParts;
   static constexpr int kTaskKeys = kBlockN * kTaskBlocks;
-  static constexpr int kHeadDim = kHeadDimension / kColumnParts, kHeadDimV = kHeadDimensionV / kColumnParts;
+  static constexpr int kHeadDim = kTaskHeadDim / kColumnParts, kHeadDimV = kTaskHeadDimV / kColumnParts;
   static constexpr bool kCapped = false, kDropout = false;
   // Dropout: bits are drawn while S is under way. PERF: one H200, full and causal at 4k, TFLOP/s: d 64 403 379 -> 441 411, d 128 515 502 -> 526
   // 512, d 192 455 423 -> 470 438; d 96 426 403 -> 413 392, d 256 445 417 -> 436 407.
@@ -102,7 +103,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
                        kDqPieces = kBlockM / 64 * kPanels * kColumnParts;
   static constexpr bool kDqByRows = kBlockM == 128;
   // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
-  static constexpr int kKeyGradientElements = kBlockN * (kHeadDimension + kHeadDimensionV);
+  static constexpr int kKeyGradientElements = kBlockN * (kTaskHeadDim + kTaskHeadDimV);
   static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * 32) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.

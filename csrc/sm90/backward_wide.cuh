@@ -86,9 +86,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
   wgmma_use<kHeadDimV / 2>(&dv[0][0]);
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; ++i) (&dv[0][0])[i] *= kOneOfP;
-  const int first_column = Shape::first_panel() * 64, of_dv = Shape::kColumnParts * Shape::kHeadDim;  // dK comes before
-  store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * (of_dv + first_column), dv, task, lane.key, params.forward.head_dim_v,
-                               first_column);
+  store_key_gradient<Shape, T>(arguments, params.dv, Shape::kBlockN * Shape::kTaskHeadDim, dv, task, lane.key, params.forward.head_dim_v);
 }
 
 // The second consumer: dS and dK.
@@ -148,11 +146,14 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     const uint32_t ds_buffer = wide_ds_buffer(shared, stage);
     store_panels<Shape::kScorePanelBytes, kBlockM / 8>(ds_buffer, ds_rounded);
     named_barrier_sync(kDsHere, 128);
-    if constexpr (Shape::kTaskBlocks == 1) {
-      if (sends && elect_one()) mbarrier_arrive(shared.ds_full(stage));
-    } else if (sends && elect_one()) {
-      mbarrier_arrive_expect(shared.ds_full(stage), Shape::kScoreBytes);
-      bulk_copy_to_peer(peer_address(wide_ds_buffer(shared, stage, 1)), ds_buffer, Shape::kScoreBytes, peer_address(shared.ds_full(stage)));
+    if (sends && elect_one()) {
+      if constexpr (Shape::kTaskBlocks > 1) {
+        mbarrier_arrive_expect(shared.ds_full(stage), Shape::kScoreBytes);
+        bulk_copy_to_peer(peer_address(wide_ds_buffer(shared, stage, 1)), ds_buffer, Shape::kScoreBytes,
+                          peer_address(shared.ds_full(stage)));
+      } else {
+        mbarrier_arrive(shared.ds_full(stage));
+      }
     }
     mbarrier_wait(shared.q_full(stage), parity);
     issue_key_gradient<Shape, T>(&dk[0][0], ds_rounded, shared.q(stage));
@@ -161,9 +162,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= params.forward.softmax_scale;
   const ScoreLane lane(task.mask, task.key_block * Shape::kBlockN);
-  const int first_column = Shape::first_panel() * 64;
-  store_key_gradient<Shape, T>(arguments, params.dk, Shape::kBlockN * first_column, dk, task, lane.key, params.forward.head_dim,
-                               first_column);
+  store_key_gradient<Shape, T>(arguments, params.dk, 0, dk, task, lane.key, params.forward.head_dim);
 }
 
 template <typename Shape, typename T>

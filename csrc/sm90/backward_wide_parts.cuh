@@ -120,9 +120,10 @@ __device__ __forceinline__ void add_part_of_peer(const BackwardShared<Shape>& sh
   mbarrier_wait(full, parity);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    const uint4 x = load_shared_uint4(wide_part_buffer(shared, consumer, n));
-    part[n][0] += __uint_as_float(x.x), part[n][1] += __uint_as_float(x.y);
-    part[n][2] += __uint_as_float(x.z), part[n][3] += __uint_as_float(x.w);
+    float of_peer[4];
+    load_shared(wide_part_buffer(shared, consumer, n), of_peer);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) part[n][c] += of_peer[c];
   }
   __syncwarp();
   if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(peer_address(empty));
@@ -134,14 +135,12 @@ __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] 
                                          int round = 0) {
   constexpr int kColumns = Shape::kColumns[kConsumer];
   const int stage = step % Shape::kStages, rank = cluster_rank(), column = Shape::template first_column<kConsumer>(rank);
+  const int panel = Shape::kColumnParts > 1 ? kConsumer + round : column / 64;  // of the K that this block has
   const uint32_t of_panel = column % 64 * 2;
   mbarrier_wait(shared.ds_full(stage), step / Shape::kStages & 1);
-  if constexpr (Shape::kColumnParts > 1) {
-    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
-                                             hidden(shared.k()) + (kConsumer + round) * Shape::kKeyPanelBytes);
-  } else {
-    issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
-                                             hidden(shared.k()) + column / 64 * Shape::kKeyPanelBytes + of_panel);
+  issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
+                                           hidden(shared.k()) + panel * Shape::kKeyPanelBytes + of_panel);
+  if constexpr (Shape::kPeerPanels > 0) {
     issue_query_gradient<Shape, T, kColumns, true>(
         &dq[0][0], wide_ds_buffer(shared, stage, 1),
         hidden(shared.peer_k()) + (column / 64 - Shape::first_peer_panel(rank)) * Shape::kKeyPanelBytes + of_panel);
