@@ -223,18 +223,14 @@ void perform(Block& block, const Copy& copy) {
       break;
     }
     case Copy::kBulkLoad:
-      memcpy(shared, copy.host, copy.bytes);
+    case Copy::kStoreOfPeer:
+      memcpy(shared, copy.kind == Copy::kBulkLoad ? copy.host : copy.read.data(), copy.bytes);
       end_filling(block, copy.shared, copy.bytes);
       mbarrier_complete_bytes(block, copy);
       break;
     case Copy::kFromPeer:
       memcpy(shared, copy.source->window + copy.source_address, copy.bytes);
       for_granules(*copy.source, copy.source_address, copy.bytes, [](Granule& granule) { --granule.readers; });
-      end_filling(block, copy.shared, copy.bytes);
-      mbarrier_complete_bytes(block, copy);
-      break;
-    case Copy::kStoreOfPeer:
-      memcpy(shared, copy.read.data(), copy.bytes);
       end_filling(block, copy.shared, copy.bytes);
       mbarrier_complete_bytes(block, copy);
       break;
