@@ -367,14 +367,14 @@ class Sample:
     # The oracle's side
 
     def expected(self, dtype: torch.dtype, keep: torch.Tensor | None = None, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-        """out, lse, dq, dk, dv and, with sinks, dsinks: by the textbook formula on the same values, computed in `dtype`."""
+        """out, lse, dq, dk, dv and, with sinks, dsinks of the textbook formula on the same values, computed in `dtype`."""
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
         lse_dtype = torch.promote_types(dtype, torch.float32)
-        options = {
-            "visible": self.visible, "softmax_scale": self.softmax_scale, "keep": keep, "dropout_p": self.case.dropout_p,
-            "sinks": None if self.sinks is None else self.sinks.to(lse_dtype), "softcap": self.case.softcap,
-        }  # fmt: skip
-        return oracle.gradients(q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None, **options)
+        return oracle.gradients(
+            q, k, v, dout, self.dlse.to(lse_dtype) if with_dlse else None,
+            visible=self.visible, softmax_scale=self.softmax_scale, keep=keep, dropout_p=self.case.dropout_p,
+            sinks=None if self.sinks is None else self.sinks.to(lse_dtype), softcap=self.case.softcap,
+        )  # fmt: skip
 
     def sum_sizes(self) -> dict[str, float]:
         """How large the terms are that add up to each result: what rounding in the accumulators is relative to.

@@ -91,16 +91,17 @@ def test_beside_flash_attention_4():
 
 
 def test_a_training_step():
-    rows = [row for name in ("train", "train_gemma4") for row in read_csv(DOCS / f"{name}.csv", bench_train.Row)[0]]
-    measured = [
-        [f"{row.tokens_per_second:,.0f}", f"{row.peak_gib:.1f} GiB", f"{row.step_ms:.0f}"] for row in rows if row.outcome == bench_train.OK
-    ]
-    assert [[re.sub(r" \(.+ ×\)", "", speed), memory, ms] for _, _, speed, memory, ms in table_below("**A training step**")] == measured
+    read = [row for name in ("train", "train_gemma4") for row in read_csv(DOCS / f"{name}.csv", bench_train.Row)[0]]
+    rows = [row for row in read if row.outcome == bench_train.OK]
+    measured = [[f"{row.tokens_per_second:,.0f}", f"{row.peak_gib:.1f} GiB", f"{row.step_ms:.0f}"] for row in rows]
+    table = table_below("**A training step**")
+    assert [[re.sub(r" \(.+ ×\)", "", speed), memory, ms] for _, _, speed, memory, ms in table] == measured
     baseline = {row.preset: row.tokens_per_second for row in rows if row.arm == "sdpa"}
-    ahead = [row.tokens_per_second / baseline[row.preset] for row in rows if row.outcome == bench_train.OK]
-    said = [re.search(r"\((.+) ×\)", cells[2]) for cells in table_below("**A training step**")]
-    assert sum(found is not None for found in said) == 6
-    assert all(float(found[1]) == pytest.approx(times, rel=0.015) for found, times in zip(said, ahead, strict=True) if found)
+    for row, cells in zip(rows, table, strict=True):
+        said = re.search(r"\((.+) ×\)", cells[2])
+        assert said or row.arm != bench_train.PACKED
+        if said:
+            assert float(said[1]) == pytest.approx(row.tokens_per_second / baseline[row.preset], rel=0.015)
 
 
 def test_heads_of_512():
