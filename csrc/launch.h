@@ -54,16 +54,4 @@ void launch(const Params& params, int64_t blocks, int threads, int shared_bytes,
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A forward of a call computes so many columns of out. Calls run(params) for each slice of these of v and out; all write the same lse.
-template <typename F>
-void for_each_value_slice(const HfFlash2ForwardParams& params, int columns, const F& run) {
-  HfFlash2ForwardParams slice = params;
-  for (int column = 0; column < params.head_dim_v; column += columns) {
-    slice.head_dim_v = std::min(params.head_dim_v - column, columns);
-    slice.v.data = static_cast<uint16_t*>(params.v.data) + column;
-    slice.out.data = static_cast<uint16_t*>(params.out.data) + column;
-    run(slice);
-  }
-}
-
 }  // namespace hf_flash2

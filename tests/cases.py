@@ -261,6 +261,14 @@ def _table() -> list[Case]:
                 "wide", 128, (2, 1), (100, 33), head_dim_v=400, form="ranges", padding="holes", causal=causal, dropout_p=0.17, softcap=5.0
             ),
         ]
+        # Enough tiles for those of clusters, but for the first two on a GPU.
+        cases += [Case("wide", 512, (2, 1), (70,), (300,), causal=causal, rise=rise) for rise in (12.0, 200.0)]
+        cases += [
+            Case("wide", 512, (12, 4), (600,), (700,), causal=causal, rise=200.0),
+            Case("wide", 512, (8, 2), (300, 1, 129, 0, 256, 64), form="packed", causal=causal, sinks=2.0),
+            Case("wide", 512, (8, 2), (300, 1, 129, 0, 256, 64), form="ranges", padding="holes", causal=causal, window=(100, -1)),
+            Case("wide", 264, (9, 9), (640,), (1000,), head_dim_v=400, causal=causal),
+        ]
         for padding in ("right", "mixed", "holes"):
             cases.append(Case("sinks", 128, (4, 2), RAGGED, form="ranges", padding=padding, causal=causal, sinks=2.0))
         cases += [  # enough tiles for the larger ones of the Hopper forward, to 512 tokens and above

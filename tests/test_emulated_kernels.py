@@ -131,10 +131,10 @@ def test_gradients_of_wide_heads(case, deterministic, device, emulate):
         assert all(torch.equal(result[name], results[0][name]) for name in ("dk", "dv", *(["dq"] if deterministic else [])))
 
 
-@pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
+@pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER, emulated.WIDEST_HOPPER), ids=("3", "16", "48"))
 @pytest.mark.parametrize("head_dim_v", (512, 256, 200))
 def test_both_tiles_of_wide_heads(head_dim_v, device, emulate):
-    """Where there are more tiles than multiprocessors, and few."""
+    """Where there are more tiles than multiprocessors, for one cluster or eight, and few."""
     case = Case("wide", 512, (2, 1), (300, 90), (300, 170), head_dim_v=head_dim_v, form="packed", causal=True)
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, device, resident=3), sample)
@@ -171,7 +171,13 @@ def test_pairs_of_tiles_that_make_no_whole_round_come_apart(device, heads, queri
     check(emulate("sm90", sample, device, resident=3), sample)
 
 
-@pytest.mark.parametrize(("head_dim", "queries", "counted"), ((64, 1100, True), (64, 1024, False), (128, 2100, True)))
+def test_pairs_of_tiles_of_clusters(emulate):
+    """Five heads of eight tiles make 20 pairs, for eight clusters of two thread blocks each."""
+    sample = Sample(Case("pairs", 512, heads=(5, 1), lengths_q=(900,), lengths_k=(150,), causal=True), torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=1, resident=3), sample)
+
+
+@pytest.mark.parametrize(("head_dim", "queries", "counted"), ((64, 1100, True), (64, 1024, False), (128, 2100, True), (512, 2100, True)))
 def test_tiles_of_long_causal_prompts_are_counted(head_dim, queries, counted, emulate, forward_workspaces):
     """Above 16 query blocks a head, of 64 or 128 rows. Most see no keys, as those end with the queries: that is quick to emulate."""
     case = Case("counted", head_dim, heads=(2, 1), lengths_q=(queries, queries), lengths_k=(150, 150), causal=True)
@@ -573,8 +579,8 @@ def test_more_pieces_of_a_shared_tile_than_are_loaded_at_once(emulate, forward_w
     assert [size / (128 * (128 + 1) * 4) for size in forward_workspaces] == [11 + 2]
 
 
-FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128), 256: (128, 80)}  # 192 with 128 of V
-SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks
+FORWARD_TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 128), 256: (128, 80), 512: (128, 64)}  # 192 with 128 of V
+SHARED = [  # a case, and how many of its tiles make no whole round over three thread blocks, or, above head dim 256, eight clusters
     (Case("shared", 128, heads=(1, 1), lengths_q=(880,), lengths_k=(1300,)), 1),
     (Case("shared", 128, heads=(1, 1), lengths_q=(640,), lengths_k=(3000,)), 2),  # the second thread block has a piece of both
     (Case("shared", 128, heads=(5, 1), lengths_q=(100, 100), lengths_k=(1290, 1290), sinks=2.0), 1),  # heads and sequences
@@ -583,6 +589,7 @@ SHARED = [  # a case, and how many of its tiles make no whole round over three t
     (Case("shared", 192, heads=(7, 1), lengths_q=(120,), lengths_k=(1100,), head_dim_v=128), 1),
     (Case("shared", 256, heads=(7, 1), lengths_q=(128,), lengths_k=(750,)), 1),
     (Case("shared", 256, heads=(28, 7), lengths_q=(25,), lengths_k=(750,), sinks=2.0), 1),  # the rows of a group in a tile
+    (Case("shared", 512, heads=(17, 1), lengths_q=(70,), lengths_k=(260,), sinks=2.0), 1),
 ]
 
 
@@ -590,14 +597,15 @@ SHARED = [  # a case, and how many of its tiles make no whole round over three t
 def test_tiles_that_make_no_whole_round_are_shared(case, tiles, emulate, forward_workspaces):
     """Their pieces are put together, with the same bits in any order of thread blocks."""
     sample = Sample(case, torch.bfloat16, CPU)
-    first = emulate("sm90", sample, with_dlse=True)
+    device, workers = (emulated.HOPPER, 3) if case.head_dim <= 256 else (emulated.WIDE_HOPPER, 8)
+    first = emulate("sm90", sample, device, with_dlse=True)
     check(first, sample, with_dlse=True)
     for seed in (1, 2, 3):
-        again = emulate("sm90", sample, seed=seed, resident=seed)
+        again = emulate("sm90", sample, device, seed, resident=seed)
         assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
     rows, keys = FORWARD_TILES[case.head_dim]
     blocks = tiles * -(-sample.seqlen_k // keys)
-    slots = -(-blocks // -(-blocks // 3)) + tiles
+    slots = -(-blocks // -(-blocks // workers)) + tiles
     assert [size / (rows * (case.head_dim_v + 1) * 4) for size in forward_workspaces] == [slots] * 4
 
 
@@ -660,7 +668,7 @@ def test_errors_do_not_grow_with_the_number_of_keys(family, head_dim, library, m
 
 
 @pytest.mark.parametrize("check_keys", (check_nan_spreads, check_one_key_outweighs_all))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 512))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_keys_apart(family, head_dim, check_keys, library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", family)

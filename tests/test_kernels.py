@@ -279,6 +279,7 @@ REPEATED = [
     Case("repeat", head_dim=64, heads=(8, 1), lengths_q=(1, 600, 0, 260), form="packed", causal=True, window=(127, -1), sinks=2.0),
     Case("repeat", head_dim=256, heads=(8, 4), lengths_q=(300,), causal=True, softcap=5.0),
     Case("repeat", head_dim=512, heads=(4, 2), lengths_q=(1, 129, 0, 260), form="packed", causal=True),
+    Case("repeat", head_dim=512, heads=(10, 5), lengths_q=(700,)),
 ]
 
 

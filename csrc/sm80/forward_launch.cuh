@@ -30,9 +30,16 @@ void run_slice(const HfFlash2ForwardParams& params) {
   launch_forward<kHeadDim, T, TileVariant::kLarge>(params);
 }
 
+// Columns of v and out by slices of what a launch computes; all write the same lse.
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
-  for_each_value_slice(params, kMostValueColumns, run_slice<kHeadDim, T>);
+  HfFlash2ForwardParams slice = params;
+  for (int column = 0; column < params.head_dim_v; column += kMostValueColumns) {
+    slice.head_dim_v = std::min(params.head_dim_v - column, kMostValueColumns);
+    slice.v.data = static_cast<uint16_t*>(params.v.data) + column;
+    slice.out.data = static_cast<uint16_t*>(params.out.data) + column;
+    run_slice<kHeadDim, T>(slice);
+  }
 }
 
 }  // namespace hf_flash2::sm80

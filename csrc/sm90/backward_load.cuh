@@ -1,15 +1,13 @@
 // The loader of the Hopper backward, and what it shares with those that compute: addresses in shared memory, barriers, and the way of a task to
 // them.
 #pragma once
-#include "device/bulk_copy.cuh"
-#include "device/cluster.cuh"
 #include "device/grid_dependency.cuh"
-#include "device/mbarrier.cuh"
 #include "device/semaphore.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
 #include "sm90/backward_task.cuh"
 #include "sm90/clear_gaps.cuh"
+#include "sm90/cluster_exchange.cuh"
 
 namespace hf_flash2::sm90 {
 
@@ -17,12 +15,11 @@ namespace hf_flash2::sm90 {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kUnitBytes = Shape::kCluster > 1 ? 16 : 0;  // the smallest copy
   static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages,
-                       kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7 + (Shape::kColumnParts - 1) * 4;
+                       kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7 + (Shape::kColumnParts - 1) * 6;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes +
                                 kStages * (Shape::kQueryBytes + 2 * Shape::kRowBytes) + kDoutStages * Shape::kDoutBytes +
-                                Shape::kWorkBytes + BackwardTask::kBytes + kUnitBytes + (kBarriers + 1) / 2 * 16;
+                                Shape::kWorkBytes + BackwardTask::kBytes + (Shape::kCluster - 1) * kUnitBytes + (kBarriers + 1) / 2 * 16;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
@@ -35,7 +32,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
   __device__ __forceinline__ uint32_t unit() const { return task() + BackwardTask::kBytes; }  // the number of the next task, from the peer
-  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + kUnitBytes + i * 8; }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + (Shape::kCluster - 1) * kUnitBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
   __device__ __forceinline__ uint32_t keys_full() const { return barrier(2); }  // K and V
@@ -50,9 +47,11 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t dout_empty() const { return barrier(9 + 3 * kStages); }  // where Q and dO have stages of their own
   __device__ __forceinline__ uint32_t unit_full() const { return barrier(10 + 3 * kStages); }
   __device__ __forceinline__ uint32_t unit_empty() const { return barrier(11 + 3 * kStages); }
-  // Where blocks have half the columns: the peer's part of S, or of dP, has arrived here; the peer has read what came from here.
-  __device__ __forceinline__ uint32_t part_full(int consumer) const { return barrier(12 + 3 * kStages + consumer); }
-  __device__ __forceinline__ uint32_t part_empty(int consumer) const { return barrier(14 + 3 * kStages + consumer); }
+  // Where blocks have half the columns: the peer's part of S, or of dP.
+  __device__ __forceinline__ PartOfPeer<Shape::kBlockM / 8> part_of_peer(int consumer) const {
+    return {work() + Shape::kPartsAt + consumer * Shape::kPartBytes, barrier(12 + 3 * kStages + 2 * consumer),
+            barrier(16 + 3 * kStages + consumer)};
+  }
   __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By the whole block. warps: those that read tasks beside the consumers.
@@ -70,7 +69,7 @@ struct BackwardShared {
         mbarrier_init(unit_empty(), 1);
       }
       if constexpr (Shape::kColumnParts > 1) {
-        for (int consumer = 0; consumer < 2; ++consumer) mbarrier_init(part_full(consumer), 1), mbarrier_init(part_empty(consumer), 4);
+        for (int consumer = 0; consumer < 2; ++consumer) part_of_peer(consumer).make_barriers();
       }
       for (int stage = 0; stage < kStages; ++stage) {
         mbarrier_init(q_full(stage), 1);
@@ -172,24 +171,6 @@ __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments
     if (task.key_block == BackwardTask::kNone) return;
     f(task);
   }
-}
-
-// The blocks of a cluster have the same tasks: the first takes them, and hands their numbers to its peer. `number` counts them from 0 on.
-template <typename Shape>
-__device__ __forceinline__ int unit_of_cluster(const BackwardShared<Shape>& shared, int unit, uint32_t number) {
-  constexpr uint32_t kUnitBytes = BackwardShared<Shape>::kUnitBytes;
-  if (cluster_rank() == 0) {
-    mbarrier_wait(shared.unit_empty(), (number & 1) ^ 1);
-    store_shared(shared.unit(), make_uint4(unit, 0, 0, 0));
-    async_proxy_fence();
-    bulk_copy_to_peer(peer_address(shared.unit()), shared.unit(), kUnitBytes, peer_address(shared.unit_full()));
-    return unit;
-  }
-  mbarrier_arrive_expect(shared.unit_full(), kUnitBytes);
-  mbarrier_wait(shared.unit_full(), number & 1);
-  unit = static_cast<int>(load_shared_uint4(shared.unit()).x);
-  peer_mbarrier_arrive(peer_address(shared.unit_empty()));
-  return unit;
 }
 
 // The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those

@@ -54,7 +54,7 @@ __device__ __forceinline__ void compute_values(const BackwardArguments& argument
     if constexpr (Shape::kDrawsEarly) bits = draw();
     wgmma_wait<0>();
     wgmma_use<kBlockM / 2>(&p[0][0]);
-    if constexpr (Shape::kColumnParts > 1) add_part_of_peer(shared, 0, p, step);
+    if constexpr (Shape::kColumnParts > 1) shared.part_of_peer(0).exchange(p, step);
     if constexpr (Shape::kDoutStages != kStages) mbarrier_arrive(shared.empty(stage));
     if constexpr (Shape::kCapped) cap_scores(p, arguments.cap.scale);
     if (task.mask_needed(at.query_block)) lane.apply_mask(p, task.mask, at.query_block * kBlockM);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute_keys(const BackwardArguments& arguments,
     if constexpr (Shape::kColumnParts > 1) {
       wgmma_wait<0>();
       wgmma_use<kBlockM / 2>(&ds[0][0]);
-      add_part_of_peer(shared, 1, ds, step);
+      shared.part_of_peer(1).exchange(ds, step);
       named_barrier_sync(kPFull, Shape::kConsumerThreads);
     } else {
       named_barrier_sync(kPFull, Shape::kConsumerThreads);

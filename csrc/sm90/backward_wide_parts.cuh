@@ -11,9 +11,10 @@ struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   using Sizes = BackwardSizes<kHeadDim, kHeadDimV>;
   static_assert(Sizes::kBlockN == 64 && Sizes::kBlockM == 64, "the consumers share one block of scores");
   static constexpr int kPBytes = Sizes::kBlockN * Sizes::kBlockM * 2;
-  static constexpr int kPartBytes = Sizes::kColumnParts > 1 ? Sizes::kBlockN * Sizes::kBlockM * 4 : 0;
+  static constexpr int kPartBytes = Sizes::kColumnParts > 1 ? PartOfPeer<Sizes::kBlockM / 8>::kBytes : 0;
   // dS, of both blocks where each has its keys, then P, then the peer's parts of S and dP.
-  static constexpr int kWorkBytes = Sizes::kTaskBlocks * Sizes::kStages * Sizes::kScoreBytes + kPBytes + 2 * kPartBytes;
+  static constexpr int kPartsAt = Sizes::kTaskBlocks * Sizes::kStages * Sizes::kScoreBytes + kPBytes;
+  static constexpr int kWorkBytes = kPartsAt + 2 * kPartBytes;
   static constexpr bool kDeterministic = false;
   static constexpr int kApart = kHeadDim == 256 ? 6 : kHeadDimV == 128 ? 4 : 2;  // products between two additions: add_dq()
   // Columns of dQ that a consumer computes, so many kRounds times, and the first of them.
@@ -51,11 +52,6 @@ __device__ __forceinline__ void round_tiles_to_half(uint32_t* rounded, const flo
 template <typename Shape>
 __device__ __forceinline__ uint32_t wide_p_buffer(const BackwardShared<Shape>& shared, int n) {
   return wide_ds_buffer(shared, Shape::kStages) + (n * 128 + threadIdx.x % 128) * 16;
-}
-// Of tile n of the peer's part of S, or of dP, this thread's elements.
-template <typename Shape>
-__device__ __forceinline__ uint32_t wide_part_buffer(const BackwardShared<Shape>& shared, int consumer, int n) {
-  return wide_ds_buffer(shared, Shape::kStages) + Shape::kPBytes + consumer * Shape::kPartBytes + (n * 128 + threadIdx.x % 128) * 16;
 }
 
 // Named barriers: the first consumer has written P; the second has written dS to a buffer, and all of it is there for itself; a consumer's
@@ -104,29 +100,6 @@ __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params,
       let_add();
     }
   }
-}
-
-// Of S or dP a consumer has, in `part`, what its columns make: sends it to its peer, and adds what comes from there, each thread that of its own
-// elements. The sum is the same in both blocks.
-template <typename Shape, int kTiles>
-__device__ __forceinline__ void add_part_of_peer(const BackwardShared<Shape>& shared, int consumer, float (&part)[kTiles][4],
-                                                 uint32_t step) {
-  const uint32_t full = shared.part_full(consumer), empty = shared.part_empty(consumer), parity = step & 1;
-  const uint32_t peer_buffer = peer_address(wide_part_buffer(shared, consumer, 0)), peer_full = peer_address(full);
-  if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(full, Shape::kPartBytes);
-  mbarrier_wait(empty, parity ^ 1);
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) store_to_peer(peer_buffer + n * (128 * 16), part[n], peer_full);
-  mbarrier_wait(full, parity);
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    float of_peer[4];
-    load_shared(wide_part_buffer(shared, consumer, n), of_peer);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) part[n][c] += of_peer[c];
-  }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) peer_mbarrier_arrive(peer_address(empty));
 }
 
 // A consumer's columns of dQ, begun: once its dS is there.

@@ -131,7 +131,7 @@ struct CombineArguments {
 // likewise, 15.7 20.1 37.2 -> 11.5 16.1 32.4.
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ CombineArguments arguments) {
-  using Row = CombinedRow<Shape::kOutColumns>;
+  using Row = CombinedRow<Shape::kTaskOutColumns>;
   constexpr int kPieces = Row::kPieces;
   __shared__ float4 out_of_ways[kPieces * kCombineThreads];
   __shared__ float2 sum_of_ways[kCombineWarps];  // max, sum
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_pieces_kernel(const _
   wait_for_kernel_before();
   if (tile >= shared.tiles || query >= params.max_seqlen_q) return;
   const int first = shared.first_of(tile), first_row = (first + tile) * Shape::kBlockM + row;
-  CombinedRow<Shape::kOutColumns> combined;
+  CombinedRow<Shape::kTaskOutColumns> combined;
   combined.add({shared.out + static_cast<int64_t>(first_row) * params.head_dim_v, shared.lse + first_row, shared.last_of(tile) - first + 1,
                 Shape::kBlockM * params.head_dim_v, Shape::kBlockM},
                params.head_dim_v);

@@ -5,7 +5,7 @@
 // compute, 64 query rows each, or two the same rows and half of V each (ForwardShape::kColumnGroups). Inside one, S of the next key block is
 // issued together with O += P V of the last, and softmax runs while that product does; across them, a ring of named barriers makes them take
 // turns at issuing, so that one computes softmax while another has the tensor cores. O leaves through shared memory by the copy engine, under the
-// next tile.
+// next tile. Above head dim 256, a cluster of two thread blocks has a tile, and exchanges parts of S (ForwardShape::kColumnParts).
 // A thread block works on several query blocks when the grid is smaller than their number: loads of the next one start early. Where tiles
 // are small, one consumer computes, and several thread blocks share a multiprocessor.
 // Softmax does not look for the maximum of a block: it takes that of the blocks before, and the sums of a block, which have to be added up
@@ -58,6 +58,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
+  const int first_panel = Shape::first_panel();
   int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
 
   const auto hand_over = [&](const ForwardTask& task) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       const int token = task.q.start + task.query_begin(arguments, part * (Shape::kBlockM / Shape::kQueryParts));
       for (int panel = 0; panel < Shape::kPanels; ++panel)
         tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes + part * Shape::kQueryPartBytes, &arguments.q, full,
-                                  panel * 64, task.head, token, map_batch);
+                                  (first_panel + panel) * 64, task.head, token, map_batch);
     }
   };
 
@@ -100,20 +101,32 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       mbarrier_wait(shared.k_empty(stage), released);
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
       for (int panel = 0; panel < Shape::kPanels; ++panel)
-        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), panel * 64, token, head_k, batch_k);
+        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), (first_panel + panel) * 64, token,
+                 head_k, batch_k);
       if (block == task.key_block_end - 1) load_queries(task, hand_over(task), map_batch);
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
       for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), panel * 64, token, head_k, batch_k);
+        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), (first_panel + panel) * 64, token,
+                 head_k, batch_k);
     }
+  };
+  uint32_t taken = 0;  // from the counter so far
+  const auto take_tile = [&] {
+    int number = 0;
+    if (Shape::kColumnParts == 1 || cluster_rank() == 0) {
+      wait_for_kernel_before();  // it clears the counter
+      number = gridDim.x / Shape::kColumnParts + take_next(arguments.next_tile);
+    }
+    if constexpr (Shape::kColumnParts > 1) number = unit_of_cluster(shared, number, taken++);
+    return number;
   };
   // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
   // delays it.
   if (arguments.next_tile != nullptr)
-    for_each_counted_tile<Shape::kBlockM>(arguments, load);
+    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, take_tile, load);
   else
-    for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles>(arguments, load);
+    for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
   hand_over(ForwardTask::none());
 }
 
@@ -127,7 +140,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const int group_row = Shape::row_group(group) * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // first row of this lane in the block
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
-  const auto stores_lse = [&] { return lane % 4 == 0 && Shape::first_column(group) == 0; };
+  const auto stores_lse = [&] { return lane % 4 == 0 && Shape::first_panel() == 0 && Shape::first_column(group) == 0; };
   const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
   const float scale_log2 = kCapped ? arguments.cap.log2 : params.softmax_scale * kLog2e;
 
@@ -179,6 +192,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
   std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
+  // Where there are column parts, S of a key block is what both blocks of a cluster make of theirs.
+  const auto add_part_of_peer = [&] {
+    if constexpr (Shape::kColumnParts > 1) shared.part_of_peer(group).exchange(scores[0], use);
+  };
   for (int tile = 0;; ++tile) {
     mbarrier_wait(shared.task_full(tile), shared.task_parity(tile));
     const ForwardTask task = ForwardTask::load(shared.task(tile));
@@ -254,6 +271,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       wgmma_wait<0>();
       wgmma_use<kBlockN / 2>(&scores[0][0][0]);
       release_keys(use % kStages);
+      add_part_of_peer();
       if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
       if (task.is_masked(block)) apply_mask(mask.visible_columns(block * kBlockN));
       softmax.update(scores, rescale, scale_log2);
@@ -280,6 +298,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         wgmma_wait<1>();
         wgmma_use<kBlockN / 2>(&scores[0][0][0]);
         release_keys(stage_k);
+        add_part_of_peer();
         if constexpr (kCapped) cap_scores(scores, arguments.cap.scale);
         if constexpr (kMasked) apply_mask(visible);
         constexpr bool kAhead = Shape::kAhead && !kMasked && !kIsPaged<kExtra>;  // follow_maximum reads k where it lies
@@ -362,9 +381,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
   const ForwardShared<Shape> shared{shared_address(memory)};
   let_next_kernel_begin();  // combine_kernel, where keys are split: nothing else is launched early behind this one
   constexpr int kStartThreads = Shape::kConsumers * 128 + 32;
+  constexpr bool kClusters = Shape::kColumnParts > 1;
+  if constexpr (kClusters) {
+    if (threadIdx.x == 0) shared.make_barriers();
+    cluster_meet();  // the peer may reach them
+  }
   if (threadIdx.x < Shape::kConsumers * 128) {
     take_registers<Shape::kConsumerRegisters>();
-    named_barrier_sync(kStartBarrier, kStartThreads);
+    if constexpr (!kClusters) named_barrier_sync(kStartBarrier, kStartThreads);
     compute_tiles<Shape, T, kExtra>(arguments, shared);
   } else {
     give_registers<Shape::kLoaderRegisters>();
@@ -377,12 +401,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
       if (warp == 2) fill_lse_gaps(params, blockIdx.x, gridDim.x);
     } else {
       // The loader needs nobody for its first copies: it makes the barriers itself.
-      if (elect_one()) shared.make_barriers();
-      __syncwarp();
-      named_barrier_arrive(kStartBarrier, kStartThreads);
+      if constexpr (!kClusters) {
+        if (elect_one()) shared.make_barriers();
+        __syncwarp();
+        named_barrier_arrive(kStartBarrier, kStartThreads);
+      }
       if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared);
     }
   }
+  if constexpr (kClusters) cluster_meet();  // the peer may still say that it has read what came from here
 }
 
 }  // namespace hf_flash2::sm90

@@ -98,7 +98,7 @@ struct ForwardPlan {
   int query_blocks;  // of one head, or of one group where its heads share tiles
   int heads;         // or groups, of the whole batch
   int splits;
-  int resident;  // thread blocks that run at once
+  int resident;  // thread blocks, or clusters, that run at once
   bool counts_tiles;
   SharedTiles shared;
 
@@ -111,10 +111,11 @@ struct ForwardPlan {
     const int queries = std::min(params.max_seqlen_q, Shape::kBlockM / plan.tile_heads);
     const double block_time = Shape::kBlockN * (Shape::kHeadDim + Shape::kOutColumns) / (2.0 * 128 * 128);
     const int key_blocks = static_cast<int>(most_blocks_seen(params, params.max_seqlen_k, queries, Shape::kBlockN));
+    const int workers = multiprocessors(params.device) / Shape::kColumnParts;  // where there is one on a multiprocessor
     plan.splits = choose_splits(plan.query_blocks, plan.heads, key_blocks, block_time, ForwardResults::share_bytes(params, 1),
-                                is_triangular(params) && plan.query_blocks > 1, multiprocessors(params.device));
+                                is_triangular(params) && plan.query_blocks > 1, workers);
     check_count(plan.tiles() * plan.splits, "attention forward, sm90");
-    plan.resident = multiprocessors(params.device) * Shape::kBlocksPerSm;
+    plan.resident = workers * Shape::kBlocksPerSm;
     plan.counts_tiles = plan.splits == 1 && wants_counter(params, plan.query_blocks) && plan.tiles() > plan.resident;
     const int run = plan.splits == 1 ? choose_run<Shape>(params, plan.tiles(), key_blocks, block_time, plan.resident) : 0;
     plan.shared = {run > 0 ? static_cast<int>(plan.tiles() % plan.resident) : 0, key_blocks, run};
@@ -184,7 +185,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   const bool pairs = splits == 1 && !plan.counts_tiles && plan.tiles() > plan.resident;
   const TileOrder order = !is_triangular(params) ? TileOrder::kByHead : pairs ? TileOrder::kPairs : TileOrder::kLastBlockFirst;
   arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, choose_heads_at_once(params, tile_heads));
-  if (order == TileOrder::kLastBlockFirst && splits == 1 && !plan.counts_tiles) arguments.scheduler.go_back(multiprocessors(params.device));
+  if (order == TileOrder::kLastBlockFirst && splits == 1 && !plan.counts_tiles)
+    arguments.scheduler.go_back(plan.resident / Shape::kBlocksPerSm);
   arguments.next_tile = nullptr;
   Start start = Start::kInOrder;
   if (plan.counts_tiles) {
@@ -199,7 +201,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared.out = static_cast<float*>(params.workspace);
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
   const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0);
-  auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments>;
+  auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments, Shape::kColumnParts>;
   const bool paged = params.block_table != nullptr, capped = params.softcap > 0.f;
   if constexpr (Shape::kHasCapped) {
     if (capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
@@ -213,8 +215,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   if constexpr (Shape::kHasDropout) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
   }
-  compute(arguments, blocks, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90", start,
-          Shape::kSharedBytes + kZeroBytes);
+  compute(arguments, blocks * Shape::kColumnParts, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90",
+          start, Shape::kSharedBytes + kZeroBytes);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
   if constexpr (Shape::kSharesTiles) {
     launch<combine_pieces_kernel<Shape, T>>(arguments, ceil_div(int64_t{plan.shared.tiles} * Shape::kBlockM, kCombineWarps),
@@ -231,14 +233,15 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   constexpr int kShort = 2048;
   const bool short_triangle = is_triangular(params) && params.max_seqlen_q <= kShort;
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
-  const bool few_tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch <= multiprocessors(params.device);
+  const int64_t tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch;
+  const bool few_tiles = tiles <= multiprocessors(params.device);
   if (kHeadDim == 64) return short_triangle || few_queries ? TileSize::kSmall : TileSize::kLarge;
   if (kHeadDim == 128) {
     constexpr int kBrief = 512;
     const bool brief = std::max(params.max_seqlen_q, params.max_seqlen_k) <= kBrief;
     return few_tiles || few_queries ? TileSize::kSmall : brief ? TileSize::kMedium : TileSize::kLarge;
   }
-  if (kHeadDim == 512) return few_tiles || few_queries ? TileSize::kSmall : TileSize::kLarge;
+  if (kHeadDim == 512) return tiles * 5 <= multiprocessors(params.device) * 2 || few_queries ? TileSize::kSmall : TileSize::kLarge;
   const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
   const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
   return short_triangle || closer || params.softcap > 0.f || params.dropout_p > 0.f ? TileSize::kSmall : TileSize::kLarge;
@@ -257,25 +260,20 @@ auto with_forward_shape(const HfFlash2ForwardParams& params, const F& f) {
   if constexpr (kHeadDim == 192) {
     if (params.head_dim_v <= 128) return f(ForwardShape<kHeadDim, TileSize::kLarge, 128>{});
   }
-  return f(ForwardShape<kHeadDim, TileSize::kLarge, std::min(kHeadDim, kMostValueColumns)>{});
+  return f(ForwardShape<kHeadDim, TileSize::kLarge>{});
 }
 
 template <int kHeadDim, typename T>
 int64_t forward_workspace_bytes(const HfFlash2ForwardParams& params) {
   return with_forward_shape<kHeadDim>(params, [&](auto shape) {
     using Shape = decltype(shape);
-    int64_t bytes = 0;
-    for_each_value_slice(params, Shape::kOutColumns, [&](const HfFlash2ForwardParams& slice) {
-      bytes = std::max(bytes, ForwardPlan::make<Shape>(slice).workspace_bytes(slice, Shape::kBlockM));
-    });
-    return bytes;
+    return ForwardPlan::make<Shape>(params).workspace_bytes(params, Shape::kBlockM);
   });
 }
 
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params) {
-  with_forward_shape<kHeadDim>(
-      params, [&](auto shape) { for_each_value_slice(params, decltype(shape)::kOutColumns, launch_forward<decltype(shape), T>); });
+  with_forward_shape<kHeadDim>(params, [&](auto shape) { launch_forward<decltype(shape), T>(params); });
 }
 
 }  // namespace hf_flash2::sm90

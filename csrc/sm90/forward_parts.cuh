@@ -6,6 +6,7 @@
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "sm90/cluster_exchange.cuh"
 #include "sm90/forward_task.cuh"
 #include "sm90/store.cuh"
 #include "tiles.h"
@@ -15,16 +16,21 @@ namespace hf_flash2::sm90 {
 template <int kHeadDimension, TileSize kSize, int kHeadDimensionV = kHeadDimension>
 struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   using Tile = ForwardTile<kHeadDimension, kSize, kHeadDimensionV>;
-  // Above 256 columns of V, two warpgroups have the same rows, and each half of the columns.
-  static constexpr int kColumnGroups = kHeadDimensionV > kMostValueColumns ? 2 : 1, kRowGroups = Tile::kConsumers / kColumnGroups;
-  static constexpr int kHeadDim = kHeadDimension, kOutColumns = kHeadDimensionV;
-  static constexpr int kHeadDimV = kOutColumns / kColumnGroups;  // of a warpgroup
+  // Above head dim 256, two thread blocks, a cluster, have a tile together, each half of the columns of all there is; or, where tiles are small,
+  // two warpgroups have the same rows, and each half of the columns of V.
+  static constexpr int kColumnParts = kHeadDimension > 256 && kSize == TileSize::kLarge ? 2 : 1;
+  static constexpr int kColumnGroups = kHeadDimensionV / kColumnParts > kMostValueColumns ? 2 : 1,
+                       kRowGroups = Tile::kConsumers / kColumnGroups;
+  static constexpr int kTaskOutColumns = kHeadDimensionV;
+  static constexpr int kHeadDim = kHeadDimension / kColumnParts, kOutColumns = kTaskOutColumns / kColumnParts;  // of a thread block
+  static constexpr int kHeadDimV = kOutColumns / kColumnGroups;                                                 // of a warpgroup
   static constexpr int kBlockM = kRowGroups * 64;
   static constexpr int kThreads = (Tile::kConsumers + 1) * 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kOutColumns + 63) / 64;
   static constexpr int kQueryPanelBytes = kBlockM * 128, kKeyPanelBytes = Tile::kBlockN * 128;
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels;
   static constexpr int kKeyBytes = kKeyPanelBytes * kPanels, kValueBytes = kKeyPanelBytes * kValuePanels;  // one stage of K, of V
+  static constexpr int kPartBytes = kColumnParts > 1 ? PartOfPeer<Tile::kBlockN / 8>::kBytes : 0;          // of S of a warpgroup
   static constexpr int kOutBytes = Tile::kOutApart ? kQueryPanelBytes * kValuePanels : 0;
   // Q of a tile comes in so many parts: in more than one, a warpgroup begins with the next tile as soon as its own rows are there, which are asked
   // for when it, and not all, has done with those before. PERF: one H200, at 512, 1k, 4k, TFLOP/s: 192/128 full 563 699 799 -> 583 711 799, causal
@@ -35,7 +41,8 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // Before all consumers have stored a tile, the loader hands over kQueryStages more, and one beyond if Q comes in parts: then a power of two.
   static constexpr int kTasks = Tile::kQueryStages + (kQueryParts > 1 ? 3 : 1),
                        kTaskBarriers = kQueryParts > 1 ? kTasks : Tile::kQueryStages;
-  static constexpr int kBarriers = kTaskBarriers + 2 * Tile::kQueryStages * kQueryParts + 4 * Tile::kStages;
+  static constexpr int kRing = kTaskBarriers + 2 * Tile::kQueryStages * kQueryParts;  // barriers before those of the ring
+  static constexpr int kBarriers = kRing + 4 * Tile::kStages + (kColumnParts - 1) * (3 * Tile::kConsumers + 2);
   // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
   // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
   // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64
@@ -43,35 +50,38 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (kRowGroups > 1 && kSize != TileSize::kLarge);
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
-  static constexpr bool kHasCapped = kHeadDim < 256 || (kHeadDim == 256 && kSize == TileSize::kSmall);
+  static constexpr bool kHasCapped = kHeadDimension < 256 || (kHeadDimension == 256 && kSize == TileSize::kSmall);
   // Dropout: in one size of tiles, but d 64. PERF: one H200, d 64 causal at 512, 1k, 2k, 4k, TFLOP/s, small and large tiles 231 284 337 360, 188
   // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300. Tried and left: d 64 with two warpgroups of 240 registers,
   // which draw early, 128 and 64 keys a block, full at 1k, 4k, 16k: 364 415 417 -> 345 386 381, 323 356 347.
   static constexpr bool kHasDropout =
-      kHeadDim == 64 || (kHeadDim <= 256 && kSize == (kHeadDim < 256 ? TileSize::kLarge : TileSize::kSmall));
+      kHeadDimension == 64 || (kHeadDimension <= 256 && kSize == (kHeadDimension < 256 ? TileSize::kLarge : TileSize::kSmall));
   // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: late -> early, one H200, full
   // and causal at 4k: d 128 500 496 -> 543 536, d 96 480 421 -> 472 455, d 192 572 552 -> 636 588, d 64 404 382 -> 395 370, d 256 599 589 -> 590
   // 582. While S is under way: d 128 526 514 -> 506 489, d 64 level.
   static constexpr bool kDrawsEarly = kHeadDim > 64 && kHeadDim < 256;
   // Of a paged cache, whose pages are whole blocks of keys: for few queries, so with small tiles where there are any.
-  static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDim> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
-  static constexpr bool kAhead = kHeadDim < 256;  // softmax runs ahead of the maximum: forward.cuh
+  static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDimension> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
+  static constexpr bool kAhead = kHeadDim < 256 || kColumnParts > 1;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole
   // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k,
   // TFLOP/s, full 518 670 755 777 -> 522 678 758 776, causal 301 476 602 714 -> 307 486 610 714; d 128 level; d 96 at 512, 1k 468 572 -> 457 567,
   // causal 272 406 -> 264 399, d 192 506 642 -> 495 641, d 64 0 to 1 % slower.
-  static constexpr bool kStreams = kHeadDim == 256;
+  static constexpr bool kStreams = kHeadDimension == 256;
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.
   static constexpr int kOutPanelBytes = Tile::kOutApart ? kQueryPanelBytes : 64 * 128;
   // O leaves through a stage of K for one warpgroup, of V for the other, where these are large enough.
   static constexpr int kOutPanels = (kHeadDimV + 63) / 64;
   static constexpr bool kLendsStages = !Tile::kOutApart && Tile::kConsumers == 2 && kOutPanelBytes * kOutPanels <= kValueBytes;
-  static_assert(Tile::kOutApart || kLendsStages || kHeadDim == 512, "a stage for each");
+  static_assert(Tile::kOutApart || kLendsStages || kColumnGroups > 1, "a stage for each");
   static constexpr int kSharedBytes = Tile::kQueryStages * kQueryBytes + Tile::kStages * (kKeyBytes + kValueBytes) + kOutBytes +
-                                      kTasks * ForwardTask::kBytes + (kBarriers + 1) / 2 * 16;
+                                      Tile::kConsumers * kPartBytes + (kColumnParts - 1) * kUnitBytes + kTasks * ForwardTask::kBytes +
+                                      (kBarriers + 1) / 2 * 16;
   static __device__ __forceinline__ int row_group(int group) { return kColumnGroups == 1 ? group : group % kRowGroups; }
+  // The first column of V that a warpgroup computes of those of its thread block, and the first panel of these, of Q, K and V alike.
   static __device__ __forceinline__ int first_column(int group) { return kColumnGroups == 1 ? 0 : group / kRowGroups * kHeadDimV; }
+  static __device__ __forceinline__ int first_panel() { return kColumnParts == 1 ? 0 : cluster_rank() * kPanels; }
   // The consumers take what a block has got at its launch and the loader leaves; to take more hangs.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Tile::kBlocksPerSm) / 8 * 8;
   static constexpr int kLoaderRegisters = Tile::kConsumers == 3 ? 32 : 40;
@@ -91,9 +101,12 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t v(int stage) const { return k(Shape::kStages) + stage * Shape::kValueBytes; }
   __device__ __forceinline__ uint32_t out(int group) const { return v(Shape::kStages) + group * 8192; }  // 64 rows
   __device__ __forceinline__ uint32_t task(int tile) const {
-    return out(0) + Shape::kOutBytes + tile % Shape::kTasks * ForwardTask::kBytes;
+    return part_buffer(Shape::kConsumers) + tile % Shape::kTasks * ForwardTask::kBytes;
   }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return task(Shape::kTasks - 1) + ForwardTask::kBytes + i * 8; }
+  __device__ __forceinline__ uint32_t part_buffer(int group) const { return out(0) + Shape::kOutBytes + group * Shape::kPartBytes; }
+  // The number of the next tile, from the peer.
+  __device__ __forceinline__ uint32_t unit() const { return task(Shape::kTasks - 1) + ForwardTask::kBytes; }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + (Shape::kColumnParts - 1) * kUnitBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full(int tile) const { return barrier(tile % Shape::kTaskBarriers); }
   __device__ __forceinline__ uint32_t q_full(int tile, int part) const {
     return barrier(Shape::kTaskBarriers + tile % kQueryStages * Shape::kQueryParts + part);
@@ -104,13 +117,17 @@ struct ForwardShared {
   // How often these had been used before `tile`, odd or even.
   static __device__ __forceinline__ int task_parity(int tile) { return tile / Shape::kTaskBarriers & 1; }
   static __device__ __forceinline__ int q_parity(int tile) { return tile / kQueryStages & 1; }
-  __device__ __forceinline__ uint32_t ring(int i) const {
-    return barrier(Shape::kTaskBarriers + 2 * kQueryStages * Shape::kQueryParts + i);
-  }
+  __device__ __forceinline__ uint32_t ring(int i) const { return barrier(Shape::kRing + i); }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return ring(stage); }
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return ring(Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return ring(2 * Shape::kStages + stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return ring(3 * Shape::kStages + stage); }
+  // Where there are column parts: what the peer has of S.
+  __device__ __forceinline__ PartOfPeer<Shape::kBlockN / 8> part_of_peer(int group) const {
+    return {part_buffer(group), ring(4 * Shape::kStages + 2 * group), ring(4 * Shape::kStages + 2 * Shape::kConsumers + group)};
+  }
+  __device__ __forceinline__ uint32_t unit_full() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers); }
+  __device__ __forceinline__ uint32_t unit_empty() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers + 1); }
   __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
 
   // By one thread, before any use.
@@ -125,6 +142,11 @@ struct ForwardShared {
       mbarrier_init(v_full(stage), 1);
       mbarrier_init(k_empty(stage), Shape::kConsumers);
       mbarrier_init(v_empty(stage), Shape::kConsumers);
+    }
+    if constexpr (Shape::kColumnParts > 1) {
+      for (int group = 0; group < Shape::kConsumers; ++group) part_of_peer(group).make_barriers();
+      mbarrier_init(unit_full(), 1);
+      mbarrier_init(unit_empty(), 1);
     }
     mbarrier_init_fence();
   }
@@ -172,7 +194,7 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool whole, uint32_t through, const ForwardTask& task, int row,
                                           const float (&out)[Shape::kHeadDimV / 8][4]) {
   const HfFlash2ForwardParams& params = arguments.params;
-  const int column = Shape::kColumnGroups == 1 ? 0 : Shape::first_column(warpgroup_index());
+  const int column = Shape::first_panel() * 64 + (Shape::kColumnGroups == 1 ? 0 : Shape::first_column(warpgroup_index()));
   if (whole) {
     const int group = warpgroup_index();
     uint32_t rounded[Shape::kHeadDimV / 4];

@@ -148,20 +148,20 @@ struct ForwardTask {
   }
 };
 
-// Calls f(query_block, batch_head, split, piece) for every tile of this thread block: of its equal share, one of every round over the
-// thread blocks, and then of what makes no whole round, pieces of the shared tiles, or of kPairs tiles: the longest first, one for each
-// thread block, then the others, the shortest to who has the longest.
+// Calls f(query_block, batch_head, split, piece) for every tile of a worker, a thread block or a cluster of kBlocks: of its equal share, one
+// of every round over the workers, and then of what makes no whole round, pieces of the shared tiles, or of kPairs tiles: the longest first, one
+// for each worker, then the others, the shortest to who has the longest.
 // kStepOn: not at the same place of every round, but one further on. Where their number is a multiple of a head's tiles, some would else
 // have all of the last tiles of heads, which may be less work.
-template <bool kStepOn, bool kSharesTiles, typename F>
+template <bool kStepOn, bool kSharesTiles, int kBlocks, typename F>
 __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments, const F& f) {
   const TileScheduler& scheduler = arguments.scheduler;
   const SharedTiles& shared = arguments.shared;
-  const int units = arguments.whole_units, blocks = gridDim.x;
+  const int units = arguments.whole_units, workers = gridDim.x / kBlocks, worker = blockIdx.x / kBlocks;
   const int rest = scheduler.order == TileOrder::kPairs ? 2 * (static_cast<int>(scheduler.units()) - units) : 0;
-  int place = blockIdx.x;  // in the round
+  int place = worker;  // in the round
   int unit = place, part = 0, number = place;
-  int key_block = kSharesTiles ? static_cast<int>(blockIdx.x) * shared.run : 0;  // of the shared tiles, the first that is left
+  int key_block = kSharesTiles ? worker * shared.run : 0;  // of the shared tiles, the first that is left
   const int key_block_end = kSharesTiles ? min(key_block + shared.run, shared.tiles * shared.key_blocks) : 0;
   while (true) {  // f stands once: the code of a tile's loads is long
     int query_block, batch_head, split = 0;
@@ -172,15 +172,15 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
       split = arguments.splits.remainder(unit);
       if (++part == scheduler.tiles_per_unit()) {
         part = 0;
-        if (++place == blocks) place = 0;
-        unit += !kStepOn ? blocks : place > 0 ? blocks + 1 : 1;
+        if (++place == workers) place = 0;
+        unit += !kStepOn ? workers : place > 0 ? workers + 1 : 1;
       }
     } else if (number < rest) {
       there = scheduler.tile_of_rest(units, number, query_block, batch_head);
-      number = number < blocks ? 2 * blocks - 1 - number : rest;
+      number = number < workers ? 2 * workers - 1 - number : rest;
     } else if (kSharesTiles && key_block < key_block_end) {
       const int tile = key_block / shared.key_blocks, begin = key_block - tile * shared.key_blocks;
-      piece = {static_cast<int>(blockIdx.x) + tile, begin, min(shared.key_blocks, begin + key_block_end - key_block)};
+      piece = {worker + tile, begin, min(shared.key_blocks, begin + key_block_end - key_block)};
       scheduler.tile(units + tile, 0, query_block, batch_head);
       key_block += piece.end - begin;
     } else {
@@ -190,9 +190,9 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
   }
 }
 
-// The same of those that it takes from the counter, the first apart.
-template <int kBlockM, typename F>
-__device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, const F& f) {
+// The same of those that it takes from the counter, the first apart. take(): the number of the next.
+template <int kBlockM, int kBlocks, typename Take, typename F>
+__device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, const Take& take, const F& f) {
   const HfFlash2ForwardParams& params = arguments.params;
   const auto count = [&](int batch) {
     const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
@@ -201,10 +201,9 @@ __device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& ar
   const int heads = static_cast<int>(arguments.heads.divisor);
   CountedBlocks tiles;
   int query_block, batch_head;
-  for (int number = blockIdx.x; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
+  for (int number = blockIdx.x / kBlocks; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
     f(query_block, batch_head, 0, Piece{});
-    wait_for_kernel_before();  // it clears the counter
-    number = gridDim.x + take_next(arguments.next_tile);
+    number = take();
   }
   wait_for_kernel_before();
 }
