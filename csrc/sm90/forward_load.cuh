@@ -1,0 +1,105 @@
+// The loader of the Hopper forward, one thread: finds the tiles, hands them over and keeps the rings of K and V filled.
+// PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
+// halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
+// 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart.
+// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from memory.
+// Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 % slower; that
+// warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13 %; by the copy
+// engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to d 128: -1 to 1 %,
+// d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Half of the thread blocks with the short tile of a pair first, to
+// spread what is read from memory: 5 to 10 % slower. On one H200, V of a tile's first keys before its Q: 0 to 1 % slower; of a block of keys that
+// ends behind its sequence, only what belongs to this, in boxes of 32 rows, as nobody else reads padding: padded to 2k, filled to 30 %, d 128 382
+// -> 391 TFLOP/s, d 64 336 -> 332, all others 0 to 2 % slower.
+#pragma once
+#include "attention/pages.cuh"
+#include "device/tma.cuh"
+#include "sm90/forward_parts.cuh"
+
+namespace hf_flash2::sm90 {
+
+// What a forward does beside the usual, in a kernel of its own, which leaves the code of the other as it is.
+enum class ForwardExtra { kNone, kCapped, kPaged, kDropout, kPagedCapped };
+
+template <ForwardExtra kExtra>
+constexpr bool kIsPaged = kExtra == ForwardExtra::kPaged || kExtra == ForwardExtra::kPagedCapped;
+template <ForwardExtra kExtra>
+constexpr bool kIsCapped = kExtra == ForwardExtra::kCapped || kExtra == ForwardExtra::kPagedCapped;
+
+template <typename Shape, ForwardExtra kExtra>
+__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
+  constexpr int kStages = Shape::kStages;
+  const HfFlash2ForwardParams& params = arguments.params;
+  const bool packed = params.sequences_q.cu_seqlens != nullptr;
+  const int first_panel = Shape::first_panel();
+  int use = 0, tiles = 0;  // key blocks loaded and tiles handed over so far
+
+  const auto hand_over = [&](const ForwardTask& task) {
+    mbarrier_wait(shared.q_empty(tiles, 0), shared.q_parity(tiles) ^ 1);
+    task.store(shared.task(tiles));
+    mbarrier_arrive(shared.task_full(tiles));
+    return tiles++;
+  };
+  const auto load_queries = [&](const ForwardTask& task, int tile, int map_batch) {
+    for (int part = 0; part < Shape::kQueryParts; ++part) {
+      const uint32_t full = shared.q_full(tile, part);
+      if (part > 0) mbarrier_wait(shared.q_empty(tile, part), shared.q_parity(tile) ^ 1);
+      mbarrier_arrive_expect(full, Shape::kPanels * Shape::kQueryPartBytes);
+      const int token = task.q.start + task.query_begin(arguments, part * (Shape::kBlockM / Shape::kQueryParts));
+      for (int panel = 0; panel < Shape::kPanels; ++panel)
+        tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes + part * Shape::kQueryPartBytes, &arguments.q, full,
+                                  (first_panel + panel) * 64, task.head, token, map_batch);
+    }
+  };
+
+  const auto load = [&](int query_block, int batch_head, int split, const Piece& piece) {
+    const ForwardTask task = ForwardTask::make<Shape::kBlockM, Shape::kBlockN>(arguments, query_block, batch_head, split, piece);
+    if (task.query_begin(arguments) >= task.q.length) return;
+    if (task.key_block_begin == task.key_block_end) {
+      // For all parts first: a warpgroup does not wait for Q of such a tile, and may have done with it before the loader asks.
+      for (int part = 1; part < Shape::kQueryParts; ++part) mbarrier_wait(shared.q_empty(tiles, part), shared.q_parity(tiles) ^ 1);
+      const int tile = hand_over(task);
+      for (int part = 0; part < Shape::kQueryParts; ++part) mbarrier_arrive(shared.q_full(tile, part));
+      return;
+    }
+    const int head_k = arguments.group.quotient(task.head), map_batch = packed ? 0 : task.batch;
+#pragma unroll 1
+    for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
+      const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
+      int token = task.k.start + block * Shape::kBlockN, batch_k = map_batch;
+      if constexpr (kIsPaged<kExtra>) {
+        const KeyPlace at = find_key(params.block_table, params.block_table_stride, params.page_size, task.batch, block * Shape::kBlockN);
+        token = at.token, batch_k = at.page;
+      }
+      mbarrier_wait(shared.k_empty(stage), released);
+      mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
+      for (int panel = 0; panel < Shape::kPanels; ++panel)
+        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), (first_panel + panel) * 64, token,
+                 head_k, batch_k);
+      if (block == task.key_block_end - 1) load_queries(task, hand_over(task), map_batch);
+      mbarrier_wait(shared.v_empty(stage), released);
+      mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
+      for (int panel = 0; panel < Shape::kValuePanels; ++panel)
+        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), (first_panel + panel) * 64, token,
+                 head_k, batch_k);
+    }
+  };
+  uint32_t taken = 0;  // from the counter so far
+  const auto take_tile = [&] {
+    int number = 0;
+    if (Shape::kColumnParts == 1 || cluster_rank() == 0) {
+      wait_for_kernel_before();  // it clears the counter
+      number = gridDim.x / Shape::kColumnParts + take_next(arguments.next_tile);
+    }
+    if constexpr (Shape::kColumnParts > 1) number = unit_of_cluster(shared, number, taken++);
+    return number;
+  };
+  // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
+  // delays it.
+  if (arguments.next_tile != nullptr)
+    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, take_tile, load);
+  else
+    for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
+  hand_over(ForwardTask::none());
+}
+
+}  // namespace hf_flash2::sm90
