@@ -16,9 +16,10 @@
 // dQ, as at d 256: five products, where blocks with other columns of dK and dV, but S and dP over all, would compute seven.
 // PERF: one H200, 4 heads of 512 at 1k, 4k, 16k, TFLOP/s, full 300 356 374, causal 250 341 378; torch's memory-efficient kernel, the only one of
 // SDPA there, 37 38 38, 29 31 31. Without the exchange 426 at 4k full, without additions to dQ 458, where it was 343. Most of dQ is the second
-// warpgroup's, as the first is what the other waits for: 64 and 192 columns 338 -> 356 there, 192 and 64 330. At d 192, where
-// they have 64 and 32, the other way round is 0 to 11 % slower; at d 256, where they have 64 each, 96 and 32 are 3 to 10 %.
-// Tried and left: S of the next step begun and sent under dQ, which takes dQ by 32 columns (else C7511): 334; parts sent in halves, and dQ of steps
+// warpgroup's, as the first is what the other waits for: 64 and 192 columns 338 -> 356 there, 192 and 64 330. Not in deterministic mode, where the
+// longest turn decides: 128 and 128 336 -> 362. At d 192, where they have 64 and 32, the other way round is 0 to 11 % slower; at d 256, where they
+// have 64 each, 96 and 32 are 3 to 10 %.
+// Tried and left: S of the next step begun and sent under dQ, which takes dQ by 32 columns (else C7511): 334; parts made in halves, and dQ of steps
 // before while parts are under way: C7511.
 // Tried and left: Q and dO by multicast, half the rows loaded by each block for both: d 256 1 to 2 % faster from 4k on, 1 % slower before, d 192
 // 0 to 1 % slower. At d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.

@@ -17,21 +17,25 @@ struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   static constexpr int kWorkBytes = kPartsAt + 2 * kPartBytes;
   static constexpr bool kDeterministic = false;
   static constexpr int kApart = kHeadDim == 256 ? 6 : kHeadDimV == 128 ? 4 : 2;  // products between two additions: add_dq()
-  // Columns of dQ that a consumer computes, so many kRounds times, and the first of them.
+  // Columns of dQ that a consumer computes at a time, and how often.
   static constexpr int kColumns[2] = {64, Sizes::kColumnParts > 1 ? 64 : Sizes::kDqColumns / 2 - 64};
   static constexpr int kRounds[2] = {1, Sizes::kColumnParts > 1 ? 3 : 1};
-  template <int kConsumer>
-  static __device__ __forceinline__ int first_column(int rank) {
-    if constexpr (Sizes::kColumnParts > 1) return rank * 256 + kConsumer * 64;
-    return kConsumer == 0 ? rank * 128 : 64 + rank * (Sizes::kDqColumns == 256 ? 128 : 32);
-  }
 };
 
-// Deterministic mode, a kernel of its own: the key blocks add to a tile of dQ one after the other, each consumer on its own.
+// Deterministic mode, a kernel of its own: the key blocks add to a tile of dQ one after the other, each consumer on its own. Above head dim 256,
+// with half of the columns each, as the longest turn decides.
 template <typename Shape>
 struct InOrder : Shape {
   static constexpr bool kDeterministic = true;
+  static constexpr int kRounds[2] = {Shape::kColumnParts > 1 ? 2 : 1, Shape::kColumnParts > 1 ? 2 : 1};
 };
+
+// The first column of dQ that a consumer computes.
+template <typename Shape, int kConsumer>
+__device__ __forceinline__ int first_dq_column(int rank) {
+  if constexpr (Shape::kColumnParts > 1) return rank * 256 + kConsumer * Shape::kRounds[0] * 64;
+  return kConsumer == 0 ? rank * 128 : 64 + rank * (Shape::kDqColumns == 256 ? 128 : 32);
+}
 
 // dS, of the keys of this block or, with `peers`, of its peer's.
 template <typename Shape>
@@ -107,8 +111,8 @@ template <typename Shape, typename T, int kConsumer>
 __device__ __forceinline__ void issue_dq(float (&dq)[Shape::kColumns[kConsumer] / 8][4], const BackwardShared<Shape>& shared, uint32_t step,
                                          int round = 0) {
   constexpr int kColumns = Shape::kColumns[kConsumer];
-  const int stage = step % Shape::kStages, rank = cluster_rank(), column = Shape::template first_column<kConsumer>(rank);
-  const int panel = Shape::kColumnParts > 1 ? kConsumer + round : column / 64;  // of the K that this block has
+  const int stage = step % Shape::kStages, rank = cluster_rank(), column = first_dq_column<Shape, kConsumer>(rank);
+  const int panel = Shape::kColumnParts > 1 ? kConsumer * Shape::kRounds[0] + round : column / 64;  // of the K that this block has
   const uint32_t of_panel = column % 64 * 2;
   mbarrier_wait(shared.ds_full(stage), step / Shape::kStages & 1);
   issue_query_gradient<Shape, T, kColumns>(&dq[0][0], wide_ds_buffer(shared, stage),
@@ -128,7 +132,7 @@ struct DqPlace {
 
   template <typename Shape, int kConsumer>
   static __device__ __forceinline__ DqPlace make(const BackwardShared<Shape>& shared) {
-    const uint32_t column = Shape::template first_column<kConsumer>(cluster_rank());
+    const uint32_t column = first_dq_column<Shape, kConsumer>(cluster_rank());
     return {hidden((column * 64 + threadIdx.x % 128 * 4) * sizeof(float)), peer_address(shared.ds_empty(0))};
   }
 };
