@@ -209,12 +209,14 @@ struct ForwardTile<256, TileSize::kSmall> {
 };
 
 // Above head dim 256, kLarge: two thread blocks, a cluster, have 128 rows together, each half of the columns of all there is, as in a tile of d
-// 256. Of S a block makes the part of its columns, and gets the other from its peer (PartOfPeer): no product twice.
+// 256. Of S a block makes the part of its columns, and gets the other from its peer (PartOfPeer): no product twice. 224 KB: Q 64, K and V 32 a
+// stage, parts of S 32.
 // PERF: one H200, 4 heads of 512, at 1k, 2k, 4k, 16k, TFLOP/s, against a block of 128 rows and 32 keys that makes all of S, twice, once for each
 // half of the columns of O: full 368 368 386 399 -> 516 512 530 551, causal 275 324 342 387 -> 382 447 459 536; torch's memory-efficient kernel,
 // the only one of SDPA there, 153 151 147, 123 131 124 at 1k, 4k, 16k. Softmax ahead of the maximum is 9 % of that. Without the exchange 668 670
 // 690 691 (463 466 474 485 with it, softmax not ahead), with half of what is sent 522 517 530 550. Without turns: 0 to 2 % slower.
-// Tried and left: S of two key blocks under way, so that the exchange is under products, too: C7512, with 48 keys 0 to 7 % slower.
+// Tried and left: S of two key blocks under way, so that the exchange is under products, too: C7512; with 240 registers, which spill, or with 48
+// keys, level to 7 % slower (and a race was left in it): reading parts from shared memory takes as long as waiting for them did.
 // kSmall, for few queries and few tiles: 64 rows, a warpgroup makes half of the columns of O, and all of S: 1.5 times the products, but K is read
 // once. PERF: one H200, one query of 32/8 heads, 1, 8, 32 sequences of 8k: 2491 4206 4431 GB/s. One causal sequence, small -> large tiles, 4 heads
 // at 512, 1k, 1.25k, 2k: 21 38 62 93 -> 26 42 50 73 us, 8 heads at 512, 1k 31 54 -> 28 46, one at 4k 97 -> 77.
