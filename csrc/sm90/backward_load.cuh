@@ -1,7 +1,10 @@
 // The loader of the Hopper backward, and what it shares with those that compute: addresses in shared memory, barriers, and the way of a task to
 // them.
 #pragma once
+#include "device/bulk_copy.cuh"
+#include "device/cluster.cuh"
 #include "device/grid_dependency.cuh"
+#include "device/mbarrier.cuh"
 #include "device/semaphore.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
@@ -202,25 +205,18 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
   };
   const bool in_order = arguments.params.deterministic;
   uint32_t taken = 0;  // from the counter so far
-  const auto take_unit = [&] {
-    int unit = 0;
-    if (Shape::kCluster == 1 || cluster_rank() == 0) {
-      wait_for_kernel_before();  // it clears the counter
-      unit = (in_order ? 0 : arguments.task_blocks / Shape::kCluster) + take_next(workspace.next_unit);
-    }
-    if constexpr (Shape::kCluster > 1) unit = unit_of_cluster(shared, unit, taken++);
-    return unit;
-  };
-  int unit = in_order ? take_unit() : blockIdx.x / Shape::kCluster, key_block, batch_head;
+  const auto first = [&] { return in_order ? 0 : arguments.task_blocks / Shape::kCluster; };
+  const auto take = [&] { return take_unit<Shape::kCluster>(shared, workspace.next_unit, first, taken); };
+  int unit = in_order ? take() : blockIdx.x / Shape::kCluster, key_block, batch_head;
   if (arguments.counts_units()) {
     CountedBlocks blocks;
     const auto count = [&](int batch) { return arguments.key_blocks_of<Shape>(batch); };
     for (; blocks.find(arguments.scheduler, arguments.params.forward.batch, arguments.parts(), unit, count, key_block, batch_head);
-         unit = take_unit())
+         unit = take())
       load(key_block, batch_head);
     wait_for_kernel_before();
   } else {
-    for (const int units = arguments.scheduler.units(); unit < units; unit = take_unit()) {
+    for (const int units = arguments.scheduler.units(); unit < units; unit = take()) {
       arguments.scheduler.tile(unit, 0, key_block, batch_head);
       load(key_block, batch_head);
     }

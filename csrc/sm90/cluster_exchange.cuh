@@ -1,9 +1,12 @@
-// Between the two thread blocks of a cluster that have a task together: its number, and parts of scores.
+// What the two thread blocks of a cluster exchange that have a task together: its number, and parts of scores.
 #pragma once
 #include "device/bulk_copy.cuh"
 #include "device/cluster.cuh"
+#include "device/grid_dependency.cuh"
 #include "device/mbarrier.cuh"
+#include "device/semaphore.cuh"
 #include "device/shared_memory.cuh"
+#include "device/warpgroup.cuh"
 
 namespace hf_flash2::sm90 {
 
@@ -24,6 +27,19 @@ __device__ __forceinline__ int unit_of_cluster(const Shared& shared, int unit, u
   mbarrier_wait(shared.unit_full(), number & 1);
   unit = static_cast<int>(load_shared_uint4(shared.unit()).x);
   peer_mbarrier_arrive(peer_address(shared.unit_empty()));
+  return unit;
+}
+
+// The next unit of a worker, a thread block or a cluster of kBlocks: from `counter`, which the kernel before clears, numbers from first() on. By
+// one thread of each block. taken: so many so far.
+template <int kBlocks, typename Shared, typename First>
+__device__ __forceinline__ int take_unit(const Shared& shared, int32_t* counter, const First& first, uint32_t& taken) {
+  int unit = 0;
+  if (kBlocks == 1 || cluster_rank() == 0) {
+    wait_for_kernel_before();
+    unit = first() + take_next(counter);
+  }
+  if constexpr (kBlocks > 1) unit = unit_of_cluster(shared, unit, taken++);
   return unit;
 }
 

@@ -84,19 +84,12 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
     }
   };
   uint32_t taken = 0;  // from the counter so far
-  const auto take_tile = [&] {
-    int number = 0;
-    if (Shape::kColumnParts == 1 || cluster_rank() == 0) {
-      wait_for_kernel_before();  // it clears the counter
-      number = gridDim.x / Shape::kColumnParts + take_next(arguments.next_tile);
-    }
-    if constexpr (Shape::kColumnParts > 1) number = unit_of_cluster(shared, number, taken++);
-    return number;
-  };
+  const auto first = [&] { return gridDim.x / Shape::kColumnParts; };
+  const auto take = [&] { return take_unit<Shape::kColumnParts>(shared, arguments.next_tile, first, taken); };
   // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
   // delays it.
   if (arguments.next_tile != nullptr)
-    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, take_tile, load);
+    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, take, load);
   else
     for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
   hand_over(ForwardTask::none());
