@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/long_context.py              # two GPUs: the shape of Llama 3.2 1B on 64k tokens
     torchrun --nproc_per_node 2 examples/long_context.py --size tiny  # two processes on a CPU
+    torchrun --nproc_per_node 2 examples/long_context.py --documents 8  # a row of eight documents, which do not see each other
 
 Each process has a part of every sequence; attention alone needs the others. Nothing but the flag is about hf_flash2. With accelerate,
 `accelerator.maybe_context_parallel(...)` takes the place of `context_parallel(mesh, ...)`. Random weights and random tokens: what is
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_flash2  # noqa: F401 - makes Transformers know the name
+import hf_flash2
 import processes
 from demo_models import SIZES, at_least, make_config, vocab_size
 
@@ -42,18 +43,22 @@ def make_model(args: argparse.Namespace, arm: str, device: torch.device) -> PreT
 
 
 def make_batch(args: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole sequences, the same in every process: [1, S]. What each token predicts is known before they are cut, and so is its position."""
-    ids = torch.randint(vocab_size(args.size), (1, args.seqlen), generator=torch.Generator().manual_seed(0)).to(device)
-    predicted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
-    positions = torch.arange(args.seqlen, device=device).unsqueeze(0)
-    return {
-        "input_ids": ids, "labels": ids.clone(), "shift_labels": predicted, "position_ids": positions,
-        "attention_mask": torch.ones_like(ids),  # without one Transformers takes positions that jump for those of several documents
-    }  # fmt: skip
+    """A whole row, the same in every process: [1, S]. What each token predicts is known before it is cut, and so is its position."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size(args.size), (args.seqlen,), generator=generator)
+    lengths = torch.rand(args.documents, generator=generator) + 0.2
+    ends = (lengths.cumsum(0) / lengths.sum() * args.seqlen).round().int().tolist()
+    documents = ids.tensor_split(ends[:-1])
+    batch = hf_flash2.PackingCollator()([{"input_ids": document} for document in documents])
+    batch = {name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")}
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    if args.documents == 1:  # without a mask Transformers takes positions that jump, from chunk to chunk, for those of several documents
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return batch
 
 
 def whole_loss(args: argparse.Namespace, device: torch.device) -> float:
-    """Of one process that has the whole sequence, before any step."""
+    """Of one process that has the whole row, before any step."""
     model = make_model(args, "sdpa", device)
     with torch.no_grad():
         return model(**make_batch(args, device), use_cache=False).loss.item()
@@ -93,26 +98,31 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, arm: str, device: torch.de
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arms = ["sdpa", "hf_flash2"] if on_gpu else ["hf_flash2"]
     parser.add_argument(
-        "--arms", nargs="+", default=arms, metavar="ARM", help="attention implementations; torch's sdpa shares on GPUs alone"
+        "--arms", nargs="+", metavar="ARM", help="attention implementations; torch's sdpa shares on GPUs alone, and whole sequences alone"
     )
     parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny")
     parser.add_argument("--seqlen", type=at_least(2), default=65536 if on_gpu else 256, help="tokens of the sequence, over all processes")
+    parser.add_argument("--documents", type=at_least(1), default=1, help="that the row holds (default 1: it is one sequence)")
     parser.add_argument("--steps", type=at_least(1), default=5, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 5)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
     chunks = 2 * int(os.environ.get("WORLD_SIZE", 1))
     if args.seqlen % chunks:
         parser.error(f"--seqlen: must be a multiple of {chunks}, two chunks for each process, got {args.seqlen}")
+    if args.documents * 8 > args.seqlen:
+        parser.error(f"--documents: at most {args.seqlen // 8}, an eighth of the tokens, got {args.documents}")
+    if args.arms is None:
+        args.arms = ["sdpa", "hf_flash2"] if on_gpu and args.documents == 1 else ["hf_flash2"]
 
     device = processes.join(parser, "long_context.py")
     rank = dist.get_rank()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     reference = whole_loss(args, device)
     if rank == 0:
-        print(f"{processes.where()}: {args.size}, one sequence of {args.seqlen} tokens")
-        print(f"loss of the whole sequence in one process: {reference:.4f}")
+        what = "one sequence" if args.documents == 1 else f"{args.documents} documents in a row"
+        print(f"{processes.where()}: {args.size}, {what} of {args.seqlen} tokens")
+        print(f"loss of the whole row in one process: {reference:.4f}")
         print(f"{'':12}{'tokens/s':>10}{'ms/step':>10}{'peak GiB':>10}{'loss':>10}")
     rows = []
     for arm in args.arms:
@@ -124,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     if rank == 0 and args.csv:
         processes.write_csv(args.csv, FIELDS, rows)
     if any(abs(row["loss"] - reference) > (2e-3 if on_gpu else 1e-4) for row in rows):
-        raise SystemExit(f"the losses are not that of the whole sequence, {reference:.4f}")
+        raise SystemExit(f"the losses are not that of the whole row, {reference:.4f}")
     processes.leave()
 
 

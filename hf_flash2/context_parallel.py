@@ -3,15 +3,18 @@
 Inside `torch.distributed.tensor.experimental.context_parallel(mesh, buffers=...)` each process has a part of every sequence, and torch has
 a function of its own in the place of `F.scaled_dot_product_attention`, which brings the parts together. Any other attention would see the
 keys of its own process alone, so ours asks here. Keys and values of all processes are gathered, and each chunk of queries attends to them
-up to its own end: no score is computed that causality hides, no partial results have to be merged, and windows, sinks, caps and dropout
-are what they are on one GPU. Gathering in place of a ring: Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2.
+up to its own end, in rows of several documents from where its first document begins: no score is computed that causality hides, no
+partial results have to be merged, and windows, sinks, caps and dropout are what they are on one GPU. Gathering in place of a ring:
+Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2.
 
 The gathered keys and values, [B, S, Hk, D + Dv] of each layer, are kept for its backward; under gradient checkpointing, of one layer at a
 time.
 """
 
+import bisect
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .functional import flash_attn_func
+from .functional import flash_attn_func, flash_attn_varlen_func
 
 _PLAIN = torch._C._nn.scaled_dot_product_attention
 _THEIR_PACKAGE = "torch.distributed.tensor.experimental"
@@ -88,35 +91,147 @@ def _read(function) -> Shards | None:
     return Shards(group, dist.get_rank(group), dist.get_world_size(group), balanced)
 
 
-_verified = WeakTensorKeyDictionary()  # position_ids that were found to be cut -> torch's counter of changes in place
+class Piece(NamedTuple):
+    """What a chunk of queries sees of the documents of its row: keys [begin, end), those of its first document from their start on, and the
+    sequences of both as `flash_attn_varlen_func` takes them."""
+
+    row: int
+    begin: int
+    end: int
+    cu_seqlens_q: torch.Tensor  # int32, from the first token of the chunk on
+    cu_seqlens_k: torch.Tensor  # int32, from `begin` on
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
-def verify_positions(shards: Shards, position_ids: torch.Tensor) -> None:
-    """Look whether position_ids [B, tokens] are those of one sequence a row, cut as the tokens are. Synchronises, once per forward.
+class Documents:
+    """Where the documents of whole rows begin, some of which hold several."""
+
+    def __init__(self, starts: list[list[int]], tokens: int):
+        self.starts = starts  # of each row, ascending, from 0 on
+        self.tokens = tokens  # of a row
+        self._pieces: list[list[Piece]] | None = None
+
+    def pieces(self, shards: Shards, device: torch.device) -> list[list[Piece]]:
+        """For each chunk of this process, that of every row. Made by the first layer that asks."""
+        if self._pieces is None:
+            length = self.tokens // len(shards.order)
+            self._pieces = [
+                [self._piece(row, chunk * length, (chunk + 1) * length, device) for row in range(len(self.starts))]
+                for chunk in shards.chunks
+            ]
+        return self._pieces
+
+    def _piece(self, row: int, first: int, end: int, device: torch.device) -> Piece:
+        starts = self.starts[row]
+        number = bisect.bisect_right(starts, first)
+        begin = starts[number - 1]
+        bounds = [first, *starts[number : bisect.bisect_left(starts, end)], end]
+        # Every document ends in this chunk where its queries do, so that causality is as in whole ones; only the first began before.
+        queries, keys = [bound - first for bound in bounds], [0, *(bound - begin for bound in bounds[1:])]
+        cu_seqlens = torch.tensor([queries, keys], dtype=torch.int32).to(device)
+        longest = (max(b - a for a, b in itertools.pairwise(lengths)) for lengths in (queries, keys))
+        return Piece(row, begin, end, *cu_seqlens, *longest)
+
+
+class _Seen(NamedTuple):
+    """What a tensor said of documents, and torch's counter of its changes in place then."""
+
+    documents: Documents | None
+    version: int | None
+    tokens: int  # of the whole rows
+
+
+_seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward -> _Seen
+
+
+def documents_of_positions(shards: Shards, position_ids: torch.Tensor) -> Documents | None:
+    """The documents of whole rows, from position_ids [B, tokens] that were cut as the tokens are; None if each row is one sequence. Brings
+    those of all processes together and synchronises, once per forward.
 
     Raises:
-        ValueError: they are not: they were not cut, or rows hold padding or several documents, which a cut of the tokens does not show.
+        ValueError: in every process alike: they were not cut, or are not 0, 1, 2, ... of each document, as with padding on the left; or
+            the tokens make no whole chunks.
     """
-    if was_cut(position_ids):
-        return
-    expected = shards.positions(position_ids.shape[1], position_ids.device)
-    wrong = (position_ids != expected).nonzero()
+    known = _known(position_ids)
+    if known is not None:
+        return known.documents
+    shards.chunk_tokens(position_ids.shape[1])
+    (whole,) = _gather(shards, position_ids.to(torch.int64))
+    follows = F.pad((whole[:, 1:] == whole[:, :-1] + 1) | (whole[:, 1:] == 0), (1, 0), value=True)
+    follows[:, 0] = whole[:, 0] == 0
+    wrong = (~follows).nonzero()
+    anew = torch.arange(position_ids.shape[1], device=whole.device).repeat(shards.size)
+    advice = (
+        "pass those of the whole sequences as position_ids, torch.arange(S).expand(B, S) or from 0 for each document, and among the "
+        "buffers of context_parallel. Padding on the left is not supported there"
+    )
     if wrong.numel():
-        row, column = wrong[0].tolist()
+        row, token = wrong[0].tolist()
+        before = "the first of its sequence" if token == 0 else f"behind one of position {int(whole[row, token - 1])}"
         raise ValueError(
-            f"under context parallelism position_ids have to be 0, 1, 2, ... of each whole sequence, cut as input_ids are: token {column} "
-            f"of process {shards.rank} is number {int(expected[column])} of its sequence, but has position "
-            f"{int(position_ids[row, column])}; pass torch.arange(S).expand(B, S) as position_ids and among the buffers of "
-            "context_parallel. Padding on the left and several documents in a row are not supported there"
+            "under context parallelism position_ids have to be 0, 1, 2, ... of each whole sequence or document, cut as input_ids are: "
+            f"token {token} of row {row}, {before}, has position {int(whole[row, token])}; {advice}"
         )
-    _verified[position_ids] = version_of(position_ids)
+    if shards.size > 1 and (whole == anew).all():
+        raise ValueError(
+            f"under context parallelism position_ids count from 0 to {position_ids.shape[1] - 1} in each of {shards.size} processes, as if "
+            f"they had not been cut; {advice}"
+        )
+    starts = [row.nonzero().flatten().tolist() for row in whole == 0]
+    documents = Documents(starts, whole.shape[1]) if any(len(row) > 1 for row in starts) else None
+    _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel())
+    return documents
+
+
+def documents_of_cu_seqlens(
+    shards: Shards, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, rows: int, tokens: int
+) -> Documents | None:
+    """The same from cu_seq_lens of `rows` whole rows, one after another, of which each process has `tokens` tokens. Synchronises, once per
+    forward.
+
+    Raises:
+        ValueError: they are not the same, or not those of whole rows.
+    """
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_{'q' if cu_seqlens_k is None else 'k'}")
+    known = _known(cu_seqlens_q)
+    if known is not None:
+        return known.documents
+    bounds, whole = cu_seqlens_q.tolist(), tokens * shards.size
+    if bounds != cu_seqlens_k.tolist():
+        raise ValueError("under context parallelism queries and keys are the same tokens: cu_seq_lens_q and cu_seq_lens_k have to be equal")
+    ends = range(0, (rows + 1) * whole, whole)
+    if bounds[-1] != ends[-1] or not set(bounds).issuperset(ends):
+        raise ValueError(
+            "under context parallelism cu_seq_lens_q and cu_seq_lens_k have to be those of whole rows, with a bound at each of "
+            f"{list(ends)}: they go from {bounds[0]} to {bounds[-1]}; pass them as they were before the tokens were cut, not among the "
+            "buffers of context_parallel"
+        )
+    starts: list[list[int]] = [[] for _ in range(rows)]
+    for bound in sorted(set(bounds[:-1]) - {ends[-1]}):
+        starts[bound // whole].append(bound % whole)
+    documents = Documents(starts, whole) if any(len(row) > 1 for row in starts) else None
+    _seen[cu_seqlens_q] = _Seen(documents, version_of(cu_seqlens_q), rows * whole)
+    return documents
 
 
 def was_cut(position_ids: torch.Tensor | None) -> bool:
-    """Whether `verify_positions` has seen this tensor as it is now."""
-    if not _verified or not isinstance(position_ids, torch.Tensor) or position_ids not in _verified:
-        return False
-    return _verified[position_ids] == version_of(position_ids)
+    """Whether `documents_of_positions` has seen this tensor as it is now."""
+    return _known(position_ids) is not None
+
+
+def is_of_more(cu_seqlens: torch.Tensor | None, tokens: int) -> bool:
+    """Whether `documents_of_cu_seqlens` has seen this tensor as it is now, and for more tokens than these."""
+    known = _known(cu_seqlens)
+    return known is not None and known.tokens > tokens
+
+
+def _known(x: torch.Tensor | None) -> _Seen | None:
+    if not _seen or not isinstance(x, torch.Tensor):
+        return None
+    known: _Seen | None = _seen.get(x)
+    return known if known is not None and known.version == version_of(x) else None
 
 
 def version_of(x: torch.Tensor) -> int | None:
@@ -125,17 +240,25 @@ def version_of(x: torch.Tensor) -> int | None:
 
 
 def attention(
-    shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window_size: tuple[int, int], **options
+    shards: Shards,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window_size: tuple[int, int],
+    documents: Documents | None = None,
+    **options,
 ) -> torch.Tensor:
     """`flash_attn_func` over whole sequences, of which each process has and gets its part.
 
     Args:
         q: [B, S / n, H, D]; k: [B, S / n, Hk, D]; v: [B, S / n, Hk, Dv] of n processes.
         causal, window_size, options: as of `flash_attn_func`, in positions of the whole sequence.
+        documents: where rows hold several, which do not see each other: causal ones.
     Returns:
         out [B, S / n, H, Dv].
     Raises:
-        ValueError: queries and keys are not the same tokens, or make no whole chunks.
+        ValueError: queries and keys are not the same tokens, or make no whole chunks; documents that are not causal.
     """
     tokens = q.shape[1]
     if k.shape[1] != tokens:
@@ -145,9 +268,13 @@ def attention(
         )
     length, whole = shards.chunk_tokens(tokens), tokens * shards.size
     left, right = (window_size[0], 0) if causal else window_size
+    if documents is not None:
+        if right != 0:
+            raise ValueError("under context parallelism only causal attention keeps documents of a row apart; give each a row of its own")
+        return _attend_documents(shards, documents.pieces(shards, q.device), q.split(length, 1), k, v, window_size=(left, 0), **options)
     # Of each chunk: where the keys end that it sees. Its last query is theirs, or stands so many before.
     ends = [whole if right < 0 else min(whole, (chunk + 1) * length + right) for chunk in shards.chunks]
-    gathered = _Gather.apply(shards, ends, k, v)
+    gathered = _Gather.apply(shards, [(slice(None), slice(end)) for end in ends], k, v)
     outs = []
     for chunk, end, *tensors in zip(shards.chunks, ends, q.split(length, 1), gathered[::2], gathered[1::2], strict=True):
         behind = end - (chunk + 1) * length
@@ -156,20 +283,36 @@ def attention(
     return torch.cat(outs, 1)
 
 
+def _attend_documents(shards: Shards, pieces: list[list[Piece]], chunks: Sequence[torch.Tensor], k, v, **options) -> torch.Tensor:
+    spans = [(piece.row, slice(piece.begin, piece.end)) for of_chunk in pieces for piece in of_chunk]
+    gathered = iter(_Gather.apply(shards, spans, k, v))
+    outs = []
+    for of_chunk, queries in zip(pieces, chunks, strict=True):
+        rows = [
+            flash_attn_varlen_func(queries[piece.row], next(gathered), next(gathered), *piece[3:], **options)  # its cu_seqlens and lengths
+            for piece in of_chunk
+        ]
+        outs.append(torch.stack(rows))
+    return torch.cat(outs, 1)
+
+
+_Span = tuple[int | slice, slice]  # rows, and keys of them
+
+
 class _Gather(torch.autograd.Function):
-    """k and v of all processes in the order of the sequence, [B, S, ...], once for each chunk of this one, up to the end that it sees. The
-    gradients of all processes are added in float32."""
+    """k and v of all processes in the order of the sequence, [B, S, ...], of each span its part. The gradients of all processes are added
+    in float32."""
 
     @staticmethod
-    def forward(ctx, shards: Shards, ends: list[int], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, shards: Shards, spans: list[_Span], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wholes = _gather(shards, k, v)
-        ctx.shards, ctx.ends, ctx.wholes = shards, ends, [(whole.shape, whole.dtype) for whole in wholes]
+        ctx.shards, ctx.spans, ctx.wholes = shards, spans, [(whole.shape, whole.dtype) for whole in wholes]
         ctx.set_materialize_grads(False)
-        return tuple(whole[:, :end] for end in ends for whole in wholes)
+        return tuple(whole[span] for span in spans for whole in wholes)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None):
-        parts = [_add_up(shape, ctx.ends, gradients[i::2], dtype) for i, (shape, dtype) in enumerate(ctx.wholes)]
+        parts = [_add_up(shape, ctx.spans, gradients[i::2], dtype) for i, (shape, dtype) in enumerate(ctx.wholes)]
         return None, None, *(part.to(dtype) for part, (_, dtype) in zip(_scatter(ctx.shards, *parts), ctx.wholes, strict=True))
 
 
@@ -188,13 +331,13 @@ def _gather(shards: Shards, *parts: torch.Tensor) -> list[torch.Tensor]:
     return wholes
 
 
-def _add_up(shape: torch.Size, ends: list[int], gradients: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> torch.Tensor:
-    """[B, S, ...] of gradients that begin with the sequence and end at `ends`."""
+def _add_up(shape: torch.Size, spans: list[_Span], gradients: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> torch.Tensor:
+    """[B, S, ...] of the gradients of spans."""
     device = next(x.device for x in gradients if x is not None)
     total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    for end, gradient in zip(ends, gradients, strict=True):
+    for span, gradient in zip(spans, gradients, strict=True):
         if gradient is not None:
-            total[:, :end] += gradient
+            total[span] += gradient
     return total
 
 

@@ -174,7 +174,10 @@ def _attend_whole(
     module, q, k, v, attention_mask: torch.Tensor | None, kwargs: dict, sliding_window: int | None, options: dict[str, Any]
 ) -> torch.Tensor:
     """Of sequences that are here as a whole, by our kernels or, with the reason said, by SDPA."""
-    if not torch.compiler.is_compiling() and context_parallel.was_cut(kwargs.get("position_ids")):
+    if not torch.compiler.is_compiling() and (
+        context_parallel.was_cut(kwargs.get("position_ids"))
+        or context_parallel.is_of_more(kwargs.get("cu_seq_lens_q"), q.shape[:2].numel())
+    ):
         raise ValueError(
             f"{type(module).__name__} was given parts of sequences outside of context_parallel, where the others cannot be reached; "
             "backward belongs inside, too, as layers with gradient checkpointing run again in it"
@@ -207,36 +210,43 @@ def _run_kernel(module, q, k, v, sequences, documents, options: dict[str, Any]) 
 
 @torch.compiler.disable  # positions are looked at, and collectives are over a group that no graph knows of
 def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_mask, kwargs: dict, options: dict[str, Any]) -> torch.Tensor:
-    _check_shards(module, shards, q, v, attention_mask, options["causal"], kwargs)
+    documents = _check_shards(module, shards, q, v, attention_mask, options["causal"], kwargs)
     record(module, "context parallel")
-    out = context_parallel.attention(shards, q, k, v, **options)
+    out = context_parallel.attention(shards, q, k, v, documents=documents, **options)
     record_backend(module)
     return out
 
 
-def _check_shards(module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict) -> None:
-    """Refuse what attention of sequences that several processes share does not do. Synchronises with the host, once per forward."""
-    position_ids = kwargs.get("position_ids")
+def _check_shards(
+    module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
+) -> context_parallel.Documents | None:
+    """Where rows hold several documents, these; refuses what attention of sequences that several processes share does not do. Position_ids
+    of all processes are brought together, so that they agree. Synchronises with the host, once per forward."""
+    position_ids, cu_seqlens_q, cu_seqlens_k = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"))
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
-    if checkable:
-        context_parallel.verify_positions(shards, position_ids)
+    documents = context_parallel.documents_of_positions(shards, position_ids) if checkable else None
     reason = _reason_for_sdpa(q, v, None)
-    if not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
+    given = not (cu_seqlens_q is None and cu_seqlens_k is None)
+    if given:
+        documents = context_parallel.documents_of_cu_seqlens(shards, cu_seqlens_q, cu_seqlens_k, *q.shape[:2])
+    elif not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
-        reason = "cu_seq_lens_q and cu_seq_lens_k say that there are several in a row"
-    elif attention_mask is None or (checkable and holds_documents(attention_mask)):
+    if attention_mask is None or (holds_documents(attention_mask) and (checkable or given)):
         pass  # Transformers takes positions that jump, as from one chunk to the next, for those of several documents
     elif holds_documents(attention_mask):
-        reason = "position_ids look as if there were several in a row; if not, pass an attention_mask of ones, cut as they are"
+        reason = (
+            "position_ids look as if there were several documents in a row; if so, pass cu_seq_lens_q and cu_seq_lens_k of the whole "
+            "rows, if not, an attention_mask of ones, cut as they are"
+        )
     elif attention_mask.dim() != 2:
         reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
     elif Sequences.read(attention_mask, q.shape[1], q.shape[1]).has_padding():
         reason = "attention_mask has padding; behind the end of a causal row it needs no mask, as no real token sees it: leave the mask out"
+    elif documents is not None and not given:
+        reason = "position_ids begin anew, but with an attention_mask each row is one sequence; to keep documents apart leave the mask out"
     if reason is not None:
-        raise ValueError(
-            f"{type(module).__name__} cannot run under context parallelism, where each row has to be one whole sequence: {reason}"
-        )
+        raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
+    return documents
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as theirs
 
 import hf_flash2
-from hf_flash2 import context_parallel, flash_attn_func, interface, registration
+from hf_flash2 import context_parallel, flash_attn_func, flash_attn_varlen_func, interface, registration
 from hf_flash2.context_parallel import Shards
 
 SEQLEN = 24  # a multiple of twice 2 and twice 3 processes
@@ -32,7 +32,15 @@ OPTIONS = {
     "softcap, sinks, scale": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3, "sinks": True},
     "grouped heads, v apart": {"causal": True, "heads_k": 2, "head_dim_v": 24},
     "a head dim to be padded": {"causal": True, "head_dim": 20, "head_dim_v": 20},
-}
+    "documents": {"causal": True, "documents": [[0, 5, 6, 17], [0]]},
+    "documents that begin with chunks": {"causal": True, "documents": [[0, 4, 6, 12, 18], [0, 8, 16, 20]]},
+    "documents of one token": {"causal": True, "documents": [[0], list(range(24))]},
+    "documents under a window": {"causal": True, "window_size": (4, 0), "documents": [[0, 9], [0, 1, 13]]},
+    "documents, all else": {
+        "causal": True, "documents": [[0, 3, 14], [0, 11, 23]], "softcap": 2.0, "softmax_scale": 0.3, "sinks": True, "heads_k": 2,
+        "head_dim_v": 24,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -49,7 +57,7 @@ def attention_rank(rank: int, folder: str) -> None:
 
 
 def check_attention(
-    shards, what, causal=False, window_size=(-1, -1), sinks=False, heads_k=4, head_dim=16, head_dim_v=16, **options
+    shards, what, documents=None, causal=False, window_size=(-1, -1), sinks=False, heads_k=4, head_dim=16, head_dim_v=16, **options
 ) -> None:
     torch.manual_seed(0)
     shapes = [(2, SEQLEN, 4, head_dim), (2, SEQLEN, heads_k, head_dim), (2, SEQLEN, heads_k, head_dim_v)]
@@ -57,12 +65,21 @@ def check_attention(
     dout = torch.randn(2, SEQLEN, 4, head_dim_v, dtype=torch.float64)
     s_aux = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
     leaves = wholes + [s_aux] * sinks
-    expected = flash_attn_func(*wholes, causal=causal, window_size=window_size, s_aux=s_aux, **options)
+    if documents is None:
+        expected = flash_attn_func(*wholes, causal=causal, window_size=window_size, s_aux=s_aux, **options)
+    else:
+        cu_seqlens = [row * SEQLEN + start for row, starts in enumerate(documents) for start in starts]
+        bounds = torch.tensor([*cu_seqlens, 2 * SEQLEN], dtype=torch.int32)
+        packed = (x.flatten(0, 1) for x in wholes)
+        expected = flash_attn_varlen_func(
+            *packed, bounds, bounds, SEQLEN, SEQLEN, causal=causal, window_size=window_size, s_aux=s_aux, **options
+        ).unflatten(0, (2, SEQLEN))
+        documents = context_parallel.Documents(documents, SEQLEN)
     gradients = torch.autograd.grad(expected, leaves, dout)
 
     mine = shards.positions(SEQLEN // shards.size, torch.device("cpu"))
     parts = [x.detach()[:, mine].requires_grad_() for x in wholes]
-    out = context_parallel.attention(shards, *parts, causal, window_size, s_aux=s_aux, **options)
+    out = context_parallel.attention(shards, *parts, causal, window_size, documents, s_aux=s_aux, **options)
     torch.testing.assert_close(out, expected[:, mine], rtol=1e-9, atol=1e-9, msg=lambda text: f"out, {what}: {text}")
     found = torch.autograd.grad(out, parts + [s_aux] * sinks, dout[:, mine])
     for i, (part, whole) in enumerate(zip(found, gradients, strict=True)):
@@ -92,19 +109,38 @@ def models_rank(rank: int, folder: str) -> None:
             check_model(family, way, checkpointing, f"{family}, {way}, checkpointing {checkpointing}, rank {rank}")
 
 
-def check_model(family: str, way: str, checkpointing: bool, what: str) -> None:
+@pytest.mark.parametrize("processes", [2, 3])
+def test_models_train_on_shared_rows_of_documents_as_on_whole_ones(processes, tmp_path):
+    ranks.run("test_context_parallel", "documents_rank", tmp_path, processes)
+
+
+def documents_rank(rank: int, folder: str) -> None:
+    """Told apart by position_ids, and by the cu_seq_lens of whole rows, which alone reach the layers of GPT-2 in Transformers 4."""
+    cases = [
+        ("llama", "flag", False), ("llama", "patch", False), ("llama", "packed", False), ("mistral", "patch", False),
+        ("llama", "flag", True), ("gpt2", "flag", True), ("gpt2", "patch", True),
+    ]  # fmt: skip
+    for family, way, said in cases:
+        for checkpointing in (False, True):
+            what = f"{family}, {way}, cu_seq_lens {said}, checkpointing {checkpointing}, rank {rank}"
+            check_model(family, way, checkpointing, what, packed_batch, said)
+
+
+def check_model(family: str, way: str, checkpointing: bool, what: str, make=None, said: bool = False) -> None:
+    """said: our models are given cu_seq_lens, too; eager attention tells documents apart by position_ids alone."""
+    make = make or batch
     eager = tiny_models.model(family, "eager").train()
     model = copy.deepcopy(eager)
     report = WAYS[way](model)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    whole = batch()
+    whole = {name: x for name, x in make().items() if name not in LENGTHS}
     expected = eager(**whole, use_cache=False).loss
     expected.backward()
 
-    shared = batch()
-    with sharing(shared):
-        assert shared["input_ids"].shape == (2, SEQLEN // 2)
+    shared = {name: x for name, x in make().items() if said or name not in LENGTHS}
+    with sharing(shared, tuple(set(shared) - set(LENGTHS))):
+        assert shared["input_ids"].shape == (2, SEQLEN // dist.get_world_size())
         loss = model(**shared, use_cache=False).loss
         labels = (shared["shift_labels"] != IGNORED).sum()
         total = labels.clone()
@@ -132,6 +168,18 @@ def batch() -> dict[str, torch.Tensor]:
         "input_ids": ids, "labels": ids.clone(), "shift_labels": F.pad(ids[:, 1:], (0, 1), value=IGNORED),
         "position_ids": torch.arange(SEQLEN).expand(2, -1).contiguous(), "attention_mask": torch.ones_like(ids),
     }  # fmt: skip
+
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def packed_batch() -> dict[str, torch.Tensor | int]:
+    """Rows of documents as PackingCollator makes them, with what each token predicts."""
+    generator = torch.Generator().manual_seed(2)
+    documents = [{"input_ids": torch.randint(3, tiny_models.VOCABULARY, (n,), generator=generator)} for n in (9, 14, 5, 12, 7, 1)]
+    given = hf_flash2.PackingCollator(SEQLEN)(documents)
+    assert given["input_ids"].shape == (2, SEQLEN)
+    return given | {"shift_labels": F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
 @contextlib.contextmanager
@@ -162,19 +210,29 @@ def refusals_rank(rank: int, folder: str) -> None:
 
     refused("attention_mask has padding", lambda x: x["attention_mask"][:, 2 + 5 * rank].zero_())
     refused("attention_mask has padding", lambda x: x["attention_mask"][:, -1 - 7 * rank].zero_())
-    every = (f"token 6 of process {rank} is number {18 - 6 * rank} of its sequence", f"token 0 of process {rank} is number 6")
-    refused(every[rank], lambda x: x.pop("position_ids"))  # counted from 0 in each process
+    # Counted from 0 in each process: chunks 0 and 3 of the first follow each other, and 1 and 2 of the second.
+    refused("token 18 of row 0, behind one of position 11, has position 6; pass those", lambda x: x.pop("position_ids"))
+    refused("token 0 of row 1, the first of its sequence, has position 3", lambda x: x["position_ids"][1].add_(3))
     documents = torch.cat((torch.arange(3), torch.arange(SEQLEN - 3))).expand(2, -1)
-    refused("are not supported there", lambda x: x["position_ids"].copy_(documents))
+    refused("to keep documents apart leave the mask out", lambda x: x["position_ids"].copy_(documents))
 
     def four_dimensions(given):
         given["attention_mask"] = torch.ones(2, 1, SEQLEN // 2, SEQLEN // 2, dtype=torch.bool)
 
     cut = ("input_ids", "labels", "shift_labels", "position_ids")
     refused("a 4-D attention mask was given", four_dimensions, cut)
-    bounds = torch.tensor([0, SEQLEN // 2], dtype=torch.int32)
-    say_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": SEQLEN // 2, "max_length_k": SEQLEN // 2}
-    refused("cu_seq_lens_q and cu_seq_lens_k say", lambda x: x.pop("attention_mask"), **say_documents)
+
+    def said(bounds_q: list[int], bounds_k: list[int] | None) -> dict:
+        longest = {"max_length_q": SEQLEN, "max_length_k": SEQLEN}
+        found = {"cu_seq_lens_q": bounds_q, "cu_seq_lens_k": bounds_k}
+        return longest | {name: None if x is None else torch.tensor(x, dtype=torch.int32) for name, x in found.items()}
+
+    whole, part = [0, 7, SEQLEN, 2 * SEQLEN], [0, 7, SEQLEN // 2, SEQLEN]
+    refused(r"a bound at each of \[0, 24, 48\]: they go from 0 to 24", lambda x: x.pop("attention_mask"), **said(part, part))
+    refused(r"a bound at each of \[0, 24, 48\]: they go from 0 to 48", lambda x: None, **said([0, 30, 48], [0, 30, 48]))
+    refused("have to be equal", lambda x: None, **said(whole, [0, 8, SEQLEN, 2 * SEQLEN]))
+    refused("got only cu_seq_lens_q", lambda x: None, **said(whole, None))
+    refused("attention_mask has padding", lambda x: x["attention_mask"][:, 2 + 5 * rank].zero_(), **said(whole, whole))
 
     shards = Shards(dist.group.WORLD, rank, 2, True)
     q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
@@ -182,6 +240,12 @@ def refusals_rank(rank: int, folder: str) -> None:
         context_parallel.attention(shards, q, k, k, True, (-1, -1))
     with pytest.raises(ValueError, match="two for each process, but this one has 5 tokens"):
         context_parallel.attention(shards, *(torch.randn(1, 5, 2, 16) for _ in range(3)), True, (-1, -1))
+    documents = context_parallel.Documents([[0, 3]], 8)
+    with pytest.raises(ValueError, match="only causal attention keeps documents of a row apart"):
+        context_parallel.attention(shards, q, q, q, False, (-1, -1), documents)
+    # Without two chunks for each process, forgotten position_ids look like documents of one length.
+    with pytest.raises(ValueError, match="count from 0 to 4 in each of 2 processes, as if they had not been cut"):
+        context_parallel.documents_of_positions(shards._replace(balanced=False), torch.arange(5).expand(3, -1))
 
     # Layers that run again in a backward outside would see their own part alone.
     model.gradient_checkpointing_enable()
@@ -260,11 +324,23 @@ def test_a_mask_of_documents_counts_where_positions_cannot_be_seen():
     """Layers of GPT-2 are not given the position_ids that its masks were made from."""
     q = torch.randn(1, 12, 2, 16)
     documents = torch.ones(1, 2, 12, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="pass an attention_mask of ones, cut as they are"):
+    with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k of the whole rows, if not, an attention_mask of ones"):
         interface._check_shards(torch.nn.Identity(), Shards(None, 0, 2, True), q, q, documents, True, {})
 
 
-def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut():
+def test_cu_seqlens_of_whole_rows_are_refused_outside():
+    """As layers that run again in a backward outside would bring them, where they know no positions."""
+    bounds = torch.tensor([0, 5, 24], dtype=torch.int32)
+    said = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 24, "max_length_k": 24}
+    assert context_parallel.documents_of_cu_seqlens(Shards(None, 0, 2, True), bounds, bounds, 1, 12).starts == [[0, 5]]
+    part, whole = torch.randn(1, 12, 2, 16), torch.randn(1, 24, 2, 16)
+    with pytest.raises(ValueError, match="outside of context_parallel, where the others cannot be reached; backward belongs inside"):
+        interface.attend(torch.nn.Identity(), part, part, part, None, causal=True, **said)
+    out = interface.attend(torch.nn.Identity(), whole, whole, whole, None, causal=True, **said)
+    torch.testing.assert_close(out[:, :5], flash_attn_func(*[whole[:, :5]] * 3, causal=True))
+
+
+def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut(monkeypatch):
     """Those of a vision tower are whole in every process, and would be attended to once for each."""
     q = torch.randn(1, 12, 2, 16)
     shards = Shards(None, 1, 2, True)
@@ -274,4 +350,5 @@ def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut():
         with pytest.raises(ValueError, match="its tokens may not be cut"):
             interface._check_shards(module, shards, q, q, None, causal, {})
     shown = {"position_ids": shards.positions(12, q.device).unsqueeze(0)}
+    monkeypatch.setattr(context_parallel, "_gather", lambda *_: [torch.arange(24).unsqueeze(0)])  # what two processes would bring together
     interface._check_shards(torch.nn.Identity(), shards, q, q, None, False, shown)

@@ -195,8 +195,9 @@ def run_as(rank: int, port: int, main: Callable, arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU of its own where there is one")
-def test_long_context_has_the_loss_of_the_whole_sequence(tmp_path):
-    arguments = ["--size", "tiny", "--seqlen", "64", "--steps", "1", "--csv", str(tmp_path / "figures.csv")]
+@pytest.mark.parametrize("documents", ["1", "5"])
+def test_long_context_has_the_loss_of_the_whole_row(documents, tmp_path):
+    arguments = ["--size", "tiny", "--seqlen", "64", "--steps", "1", "--documents", documents, "--csv", str(tmp_path / "figures.csv")]
     in_two_processes(run_as, long_context.main, arguments)
     with (tmp_path / "figures.csv").open() as file:
         [row] = csv.DictReader(file)
