@@ -10,6 +10,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as theirs
 
@@ -115,11 +116,13 @@ def test_models_train_on_shared_rows_of_documents_as_on_whole_ones(processes, tm
 
 
 def documents_rank(rank: int, folder: str) -> None:
-    """Told apart by position_ids, and by the cu_seq_lens of whole rows, which alone reach the layers of GPT-2 in Transformers 4."""
+    """Told apart by position_ids, and by the cu_seq_lens of whole rows. Transformers 4 hands neither to the layers of GPT-2."""
     cases = [
         ("llama", "flag", False), ("llama", "patch", False), ("llama", "packed", False), ("mistral", "patch", False),
-        ("llama", "flag", True), ("gpt2", "flag", True), ("gpt2", "patch", True),
+        ("llama", "flag", True),
     ]  # fmt: skip
+    if not transformers.__version__.startswith("4."):
+        cases += [("gpt2", "flag", True), ("gpt2", "patch", True)]
     for family, way, said in cases:
         for checkpointing in (False, True):
             what = f"{family}, {way}, cu_seq_lens {said}, checkpointing {checkpointing}, rank {rank}"
