@@ -29,8 +29,9 @@ namespace hf_flash2::sm90 {
 // Tried and left: all heads of a query block before the next, from the last block down, so that tasks stay together and L2 needs no splits:
 // 64/8 at 4k, 16k, in any number of splits, 4 to 20 % slower, full 17 %: all add to the same tiles at a time. Shares added in registers by
 // whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
-// 142, as the later waits some 4 us for memory. With splits, blocks that round dQ beside, 1, 2, 3, 4 of them: 64/8 at 4k 570 -> 565 569 566 561, at
-// 1k 390 -> 372 376 378 379, as the main kernel takes 74 us more of the 90 that the last one saves.
+// 142, as the later waits some 4 us for memory. Shares of heads that have ended added beside, by a spare warp of each thread block: one H100, 64/8,
+// 32/8 at 4k, 16k 555 623 538 620 -> 553 618 529 598. With splits, blocks that round dQ beside, 1, 2, 3, 4 of them: 64/8 at 4k 570 -> 565 569 566
+// 561, at 1k 390 -> 372 376 378 379, as the main kernel takes 74 us more of the 90 that the last one saves.
 // In order (deterministic mode), below a diagonal, the long tasks of a head come last (choose_order): each has one query head.
 // PERF: one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k, deterministic: d 128 309 437 495, 254 391 480 -> 315 448 525, 274 416 512; d 96 236
 // 326 379, 195 297 374 -> 248 348 398, 217 321 398; d 64 248 356 447, 217 309 420 -> 270 401 478, 232 366 483; 32/8 heads, d 256 232 314 353 -> 286
