@@ -24,7 +24,8 @@ constexpr int kZeroGroups = 2;
 // d 128 338 483 629 -> 336 484 632 with 4 KB at a time, 8 and 16 the same; 353 428 535 and 400 523 652 without any. Zeros that do not wait for
 // the first kernel: level. Zeros all to one place, which stay in L2, cost a forward as much as these: it is the way from a multiprocessor to L2
 // that they take from its loads, some 26 bytes a cycle, and pauses between them do not help (one H200, d 128, padded to 2k, 4k, 8k 399 530 630, so
-// 403 530 622, paced 391 528 625, by ordinary stores of three warps 375 504 601, without any 443 554 636).
+// 403 530 622, paced 391 528 625, by ordinary stores of three warps 375 504 601, without any 443 554 636; 8, 16, 32 KB each time the loader has
+// asked for a block: 2k -13 -1 1 %, 8k -1 -1 -1).
 template <bool kPaced, typename F>
 __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
   for (int i = threadIdx.x % 32 * 16; i < kZeroBytes; i += 32 * 16) store_shared(zeros + i, make_uint4(0, 0, 0, 0));
