@@ -105,11 +105,12 @@ class Piece(NamedTuple):
 
 
 class Documents:
-    """Where the documents of whole rows begin, some of which hold several."""
+    """Where the documents of whole rows begin, some of which hold several, or padding around one."""
 
-    def __init__(self, starts: list[list[int]], tokens: int):
-        self.starts = starts  # of each row, ascending, from 0 on
+    def __init__(self, starts: list[list[int]], tokens: int, reals: list[tuple[int, int]] | None = None):
+        self.starts = starts  # of each row, ascending
         self.tokens = tokens  # of a row
+        self.reals = reals or [(0, tokens)] * len(starts)  # of each row [first, end), from its first start on; all else is padding
         self._pieces: list[list[Piece]] | None = None
 
     def pieces(self, shards: Shards, device: torch.device) -> list[list[Piece]]:
@@ -124,14 +125,23 @@ class Documents:
 
     def _piece(self, row: int, first: int, end: int, device: torch.device) -> Piece:
         starts = self.starts[row]
-        number = bisect.bisect_right(starts, first)
-        begin = starts[number - 1]
-        bounds = [first, *starts[number : bisect.bisect_left(starts, end)], end]
-        # Every document ends in this chunk where its queries do, so that causality is as in whole ones; only the first began before.
-        queries, keys = [bound - first for bound in bounds], [0, *(bound - begin for bound in bounds[1:])]
+        low, high = (min(max(bound, first), end) for bound in self.reals[row])
+        if low < high:
+            number = bisect.bisect_right(starts, low)
+            begin, last = starts[number - 1], high
+            bounds = [low, *starts[number : bisect.bisect_left(starts, high)], high]
+            # Every document ends in this chunk where its queries do, so that causality is as in whole ones; only the first began before.
+            queries, keys = [bound - first for bound in bounds], [0, *(bound - begin for bound in bounds[1:])]
+            if low > first:  # padding sees no keys: rows of zeros
+                queries, keys = [0, *queries], [0, *keys]
+            if high < end:
+                queries, keys = [*queries, end - first], [*keys, keys[-1]]
+        else:  # nothing else, and a key that no query sees: every process takes part in the backward
+            begin, last = first, first + 1
+            queries, keys = [0, end - first, end - first], [0, 0, 1]
         cu_seqlens = torch.tensor([queries, keys], dtype=torch.int32).to(device)
         longest = (max(b - a for a, b in itertools.pairwise(lengths)) for lengths in (queries, keys))
-        return Piece(row, begin, end, *cu_seqlens, *longest)
+        return Piece(row, begin, last, *cu_seqlens, *longest)
 
 
 class _Seen(NamedTuple):
@@ -142,29 +152,31 @@ class _Seen(NamedTuple):
     tokens: int  # of the whole rows
 
 
-_seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward -> _Seen
+_seen = WeakTensorKeyDictionary()  # position_ids, cu_seq_lens or the attention_mask of this forward -> _Seen
 
 
-def documents_of_positions(shards: Shards, position_ids: torch.Tensor) -> Documents | None:
+def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: Documents | None = None) -> Documents | None:
     """The documents of whole rows, from position_ids [B, tokens] that were cut as the tokens are; None if each row is one sequence. Brings
     those of all processes together and synchronises, once per forward.
 
+    Args:
+        padded: what the attention_mask says of padding. Its positions may be anything, and the first real one, too.
     Raises:
-        ValueError: in every process alike: they were not cut, or are not 0, 1, 2, ... of each document, as with padding on the left; or
-            the tokens make no whole chunks.
+        ValueError: in every process alike: they were not cut, or are not 0, 1, 2, ... of each document; or the tokens make no whole chunks.
     """
     known = _known(position_ids)
     if known is not None:
         return known.documents
     shards.chunk_tokens(position_ids.shape[1])
     (whole,) = _gather(shards, position_ids.to(torch.int64))
-    follows = F.pad((whole[:, 1:] == whole[:, :-1] + 1) | (whole[:, 1:] == 0), (1, 0), value=True)
-    follows[:, 0] = whole[:, 0] == 0
+    follows = F.pad(whole[:, 1:] == whole[:, :-1] + 1, (1, 0)) | (whole == 0)
+    for row, (first, end) in enumerate([] if padded is None else padded.reals):
+        follows[row, : first + 1], follows[row, end:] = True, True
     wrong = (~follows).nonzero()
     anew = torch.arange(position_ids.shape[1], device=whole.device).repeat(shards.size)
     advice = (
         "pass those of the whole sequences as position_ids, torch.arange(S).expand(B, S) or from 0 for each document, and among the "
-        "buffers of context_parallel. Padding on the left is not supported there"
+        "buffers of context_parallel, as an attention_mask of padding on the left"
     )
     if wrong.numel():
         row, token = wrong[0].tolist()
@@ -178,8 +190,10 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor) -> Docume
             f"under context parallelism position_ids count from 0 to {position_ids.shape[1] - 1} in each of {shards.size} processes, as if "
             f"they had not been cut; {advice}"
         )
-    starts = [row.nonzero().flatten().tolist() for row in whole == 0]
-    documents = Documents(starts, whole.shape[1]) if any(len(row) > 1 for row in starts) else None
+    starts = [[0, *(row[1:].nonzero().flatten() + 1).tolist()] for row in whole == 0]
+    if padded is not None:
+        starts = [[start for start in row if first < start < end] for row, (first, end) in zip(starts, padded.reals, strict=True)]
+    documents = Documents(starts, whole.shape[1]) if any(len(row) > (padded is None) for row in starts) else None
     _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel())
     return documents
 
@@ -213,6 +227,35 @@ def documents_of_cu_seqlens(
         starts[bound // whole].append(bound % whole)
     documents = Documents(starts, whole) if any(len(row) > 1 for row in starts) else None
     _seen[cu_seqlens_q] = _Seen(documents, version_of(cu_seqlens_q), rows * whole)
+    return documents
+
+
+def documents_of_mask(shards: Shards, attention_mask: torch.Tensor, real: torch.Tensor) -> Documents | None:
+    """Where the real tokens of whole rows are, from the part of this process: `real`, bool [B, tokens], as read from its attention_mask.
+    None without padding. Brings the parts of all processes together and synchronises, once per forward.
+
+    Raises:
+        ValueError: in every process alike: there is padding between the real tokens of a row, or the tokens make no whole chunks.
+    """
+    known = _known(attention_mask)
+    if known is not None:
+        return known.documents
+    shards.chunk_tokens(real.shape[1])
+    (whole,) = _gather(shards, real.to(torch.uint8))
+    reals = []
+    for row, tokens in enumerate(whole.cpu()):
+        where = tokens.nonzero().flatten()
+        first, end = (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
+        if end - first != len(where):
+            hole = first + int((tokens[first:end] == 0).nonzero()[0])
+            raise ValueError(
+                "under context parallelism attention_mask may have padding on either side of a row, but not between its tokens: token "
+                f"{hole} of row {row} is padding, and {first} and {end - 1} are real"
+            )
+        reals.append((first, end))
+    size = whole.shape[1]
+    documents = None if all(real == (0, size) for real in reals) else Documents([[first] for first, _ in reals], size, reals)
+    _seen[attention_mask] = _Seen(documents, version_of(attention_mask), whole.numel())
     return documents
 
 
@@ -254,7 +297,7 @@ def attention(
     Args:
         q: [B, S / n, H, D]; k: [B, S / n, Hk, D]; v: [B, S / n, Hk, Dv] of n processes.
         causal, window_size, options: as of `flash_attn_func`, in positions of the whole sequence.
-        documents: where rows hold several, which do not see each other: causal ones.
+        documents: where rows hold several, which do not see each other, or padding, whose rows of out are zero; causal.
     Returns:
         out [B, S / n, H, Dv].
     Raises:
@@ -270,7 +313,10 @@ def attention(
     left, right = (window_size[0], 0) if causal else window_size
     if documents is not None:
         if right != 0:
-            raise ValueError("under context parallelism only causal attention keeps documents of a row apart; give each a row of its own")
+            raise ValueError(
+                "under context parallelism only causal attention knows documents in a row, or padding; to both sides each row has to be "
+                "one whole sequence"
+            )
         return _attend_documents(shards, documents.pieces(shards, q.device), q.split(length, 1), k, v, window_size=(left, 0), **options)
     # Of each chunk: where the keys end that it sees. Its last query is theirs, or stands so many before.
     ends = [whole if right < 0 else min(whole, (chunk + 1) * length + right) for chunk in shards.chunks]

@@ -220,30 +220,36 @@ def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_m
 def _check_shards(
     module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
 ) -> context_parallel.Documents | None:
-    """Where rows hold several documents, these; refuses what attention of sequences that several processes share does not do. Position_ids
-    of all processes are brought together, so that they agree. Synchronises with the host, once per forward."""
+    """Where rows hold several documents, or padding, these; refuses what attention of sequences that several processes share does not do.
+    Masks and position_ids of all processes are brought together, so that they agree. Synchronises with the host, once per forward."""
     position_ids, cu_seqlens_q, cu_seqlens_k = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"))
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
-    documents = context_parallel.documents_of_positions(shards, position_ids) if checkable else None
-    reason = _reason_for_sdpa(q, v, None)
     given = not (cu_seqlens_q is None and cu_seqlens_k is None)
-    if given:
+    padded = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        real = Sequences.read(attention_mask, q.shape[1], q.shape[1]).key_mask
+        padded = context_parallel.documents_of_mask(shards, attention_mask, real)
+    documents = context_parallel.documents_of_positions(shards, position_ids, padded) if checkable else None
+    reason = _reason_for_sdpa(q, v, None)
+    if given and padded is not None:
+        reason = "attention_mask has padding, and cu_seq_lens_q/k say where documents are; pass one of the two"
+    elif given:
         documents = context_parallel.documents_of_cu_seqlens(shards, cu_seqlens_q, cu_seqlens_k, *q.shape[:2])
     elif not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
-    if attention_mask is None or (holds_documents(attention_mask) and (checkable or given)):
-        pass  # Transformers takes positions that jump, as from one chunk to the next, for those of several documents
-    elif holds_documents(attention_mask):
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        if documents is not None:
+            reason = (
+                "position_ids begin anew, but with an attention_mask each row is one sequence; to keep documents apart leave the mask out"
+            )
+        documents = padded
+    elif attention_mask is not None and holds_documents(attention_mask) and not checkable:
         reason = (
             "position_ids look as if there were several documents in a row; if so, pass cu_seq_lens_q and cu_seq_lens_k of the whole "
             "rows, if not, an attention_mask of ones, cut as they are"
         )
-    elif attention_mask.dim() != 2:
-        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
-    elif Sequences.read(attention_mask, q.shape[1], q.shape[1]).has_padding():
-        reason = "attention_mask has padding; behind the end of a causal row it needs no mask, as no real token sees it: leave the mask out"
-    elif documents is not None and not given:
-        reason = "position_ids begin anew, but with an attention_mask each row is one sequence; to keep documents apart leave the mask out"
+    if attention_mask is not None and attention_mask.dim() != 2 and not holds_documents(attention_mask):
+        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)  # of documents: positions jump from one chunk to the next, too
     if reason is not None:
         raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
     return documents

@@ -8,7 +8,8 @@ What has to be right for the result to be that of the padded run:
 * the sequences travel in keyword arguments (cu_seq_lens_*, max_length_*), which a checkpointed layer still has when it runs again in the
   backward;
 * a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
-* a cache could not be continued from packed keys, so a call that wants one runs padded.
+* a cache could not be continued from packed keys, so a call that wants one runs padded;
+* a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from .. import packing
+from .. import context_parallel, packing
 from ..notices import CALLS
 from .binding import by_name, upstream
 from .contract import CACHES, rope_parameters
@@ -105,6 +106,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"
+    if context_parallel.active() is not None:
+        return "with parts of sequences that processes share"
     if inputs.get("encoder_hidden_states") is not None:
         return "with cross-attention"
     if inputs.get("cu_seq_lens_q") is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import types
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as theirs
 
 import hf_flash2
-from hf_flash2 import context_parallel, flash_attn_func, flash_attn_varlen_func, interface, registration
+from hf_flash2 import context_parallel, flash_attn_func, interface, registration
 from hf_flash2.context_parallel import Shards
 
 SEQLEN = 24  # a multiple of twice 2 and twice 3 processes
@@ -37,6 +38,10 @@ OPTIONS = {
     "documents that begin with chunks": {"causal": True, "documents": [[0, 4, 6, 12, 18], [0, 8, 16, 20]]},
     "documents of one token": {"causal": True, "documents": [[0], list(range(24))]},
     "documents under a window": {"causal": True, "window_size": (4, 0), "documents": [[0, 9], [0, 1, 13]]},
+    "padding": {"causal": True, "documents": [[3], [0]], "reals": [(3, 24), (0, 17)]},
+    "padding of whole chunks": {"causal": True, "documents": [[13], [7]], "reals": [(13, 14), (7, 8)]},
+    "nothing but padding": {"causal": True, "documents": [[0], [2]], "reals": [(0, 0), (2, 24)]},
+    "padding under a window": {"causal": True, "window_size": (4, 0), "documents": [[5], [1]], "reals": [(5, 22), (1, 23)], "sinks": True},
     "documents, all else": {
         "causal": True, "documents": [[0, 3, 14], [0, 11, 23]], "softcap": 2.0, "softmax_scale": 0.3, "sinks": True, "heads_k": 2,
         "head_dim_v": 24,
@@ -58,7 +63,17 @@ def attention_rank(rank: int, folder: str) -> None:
 
 
 def check_attention(
-    shards, what, documents=None, causal=False, window_size=(-1, -1), sinks=False, heads_k=4, head_dim=16, head_dim_v=16, **options
+    shards,
+    what,
+    documents=None,
+    reals=None,
+    causal=False,
+    window_size=(-1, -1),
+    sinks=False,
+    heads_k=4,
+    head_dim=16,
+    head_dim_v=16,
+    **options,
 ) -> None:
     torch.manual_seed(0)
     shapes = [(2, SEQLEN, 4, head_dim), (2, SEQLEN, heads_k, head_dim), (2, SEQLEN, heads_k, head_dim_v)]
@@ -69,13 +84,14 @@ def check_attention(
     if documents is None:
         expected = flash_attn_func(*wholes, causal=causal, window_size=window_size, s_aux=s_aux, **options)
     else:
-        cu_seqlens = [row * SEQLEN + start for row, starts in enumerate(documents) for start in starts]
-        bounds = torch.tensor([*cu_seqlens, 2 * SEQLEN], dtype=torch.int32)
-        packed = (x.flatten(0, 1) for x in wholes)
-        expected = flash_attn_varlen_func(
-            *packed, bounds, bounds, SEQLEN, SEQLEN, causal=causal, window_size=window_size, s_aux=s_aux, **options
-        ).unflatten(0, (2, SEQLEN))
-        documents = context_parallel.Documents(documents, SEQLEN)
+        expected = torch.zeros(2, SEQLEN, 4, head_dim_v, dtype=torch.float64)
+        for row, starts in enumerate(documents):
+            first, end = (0, SEQLEN) if reals is None else reals[row]
+            for start, stop in itertools.pairwise([first, *starts[1:], end]):
+                one = (x[row : row + 1, start:stop] for x in wholes)
+                out = flash_attn_func(*one, causal=causal, window_size=window_size, s_aux=s_aux, **options)
+                expected = expected.slice_scatter(expected[row : row + 1].slice_scatter(out, 1, start, stop), 0, row, row + 1)
+        documents = context_parallel.Documents(documents, SEQLEN, reals)
     gradients = torch.autograd.grad(expected, leaves, dout)
 
     mine = shards.positions(SEQLEN // shards.size, torch.device("cpu"))
@@ -127,6 +143,23 @@ def documents_rank(rank: int, folder: str) -> None:
         for checkpointing in (False, True):
             what = f"{family}, {way}, cu_seq_lens {said}, checkpointing {checkpointing}, rank {rank}"
             check_model(family, way, checkpointing, what, packed_batch, said)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_models_train_on_shared_rows_with_padding_as_on_whole_ones(processes, tmp_path):
+    ranks.run("test_context_parallel", "padding_rank", tmp_path, processes)
+
+
+def padding_rank(rank: int, folder: str) -> None:
+    """Of tokens of one process alone, too, which the others have to know of."""
+    for family, way in CASES:
+        for make in (
+            lambda: padded_batch((3, 24), (0, 13)),
+            lambda: padded_batch((0, 24), (0, 23)),
+            lambda: padded_batch((0, 24), (9, 24)),
+        ):
+            check_model(family, way, False, f"{family}, {way}, rank {rank}", make)
+    check_model("llama", "flag", True, f"checkpointing, rank {rank}", lambda: padded_batch((3, 24), (0, 13)))
 
 
 def check_model(family: str, way: str, checkpointing: bool, what: str, make=None, said: bool = False) -> None:
@@ -185,6 +218,17 @@ def packed_batch() -> dict[str, torch.Tensor | int]:
     return given | {"shift_labels": F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
+def padded_batch(*reals: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """As batch(), but of each row only the tokens [first, end) are real; positions count from the first, and are 1 behind the last."""
+    given = batch()
+    for row, (first, end) in enumerate(reals):
+        given["position_ids"][row] = (torch.arange(SEQLEN) - first).clamp(min=0)
+        given["position_ids"][row, end:] = 1
+        given["attention_mask"][row] = (torch.arange(SEQLEN) >= first) & (torch.arange(SEQLEN) < end)
+        given["labels"][row, : first + 1], given["labels"][row, end:] = IGNORED, IGNORED  # padding does not predict the first
+    return given | {"shift_labels": F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)}
+
+
 @contextlib.contextmanager
 def sharing(buffers: dict[str, torch.Tensor], cut: tuple[str, ...] | None = None, restored: bool = False):
     """Inside torch's context_parallel, with these buffers cut in place, and whole again behind it if they are to be."""
@@ -211,8 +255,7 @@ def refusals_rank(rank: int, folder: str) -> None:
         with sharing(given, cut), pytest.raises(ValueError, match=match):
             model(**given, **{"use_cache": False} | arguments)
 
-    refused("attention_mask has padding", lambda x: x["attention_mask"][:, 2 + 5 * rank].zero_())
-    refused("attention_mask has padding", lambda x: x["attention_mask"][:, -1 - 7 * rank].zero_())
+    refused("token 8 of row 1 is padding, and 0 and 23 are real", lambda x: x["attention_mask"][1, 8].zero_())
     # Counted from 0 in each process: chunks 0 and 3 of the first follow each other, and 1 and 2 of the second.
     refused("token 18 of row 0, behind one of position 11, has position 6; pass those", lambda x: x.pop("position_ids"))
     refused("token 0 of row 1, the first of its sequence, has position 3", lambda x: x["position_ids"][1].add_(3))
@@ -235,7 +278,7 @@ def refusals_rank(rank: int, folder: str) -> None:
     refused(r"a bound at each of \[0, 24, 48\]: they go from 0 to 48", lambda x: None, **said([0, 30, 48], [0, 30, 48]))
     refused("have to be equal", lambda x: None, **said(whole, [0, 8, SEQLEN, 2 * SEQLEN]))
     refused("got only cu_seq_lens_q", lambda x: None, **said(whole, None))
-    refused("attention_mask has padding", lambda x: x["attention_mask"][:, 2 + 5 * rank].zero_(), **said(whole, whole))
+    refused("attention_mask has padding, and cu_seq_lens_q/k say", lambda x: x["attention_mask"][0, 0].zero_(), **said(whole, whole))
 
     shards = Shards(dist.group.WORLD, rank, 2, True)
     q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
@@ -244,7 +287,7 @@ def refusals_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="two for each process, but this one has 5 tokens"):
         context_parallel.attention(shards, *(torch.randn(1, 5, 2, 16) for _ in range(3)), True, (-1, -1))
     documents = context_parallel.Documents([[0, 3]], 8)
-    with pytest.raises(ValueError, match="only causal attention keeps documents of a row apart"):
+    with pytest.raises(ValueError, match="only causal attention knows documents in a row, or padding"):
         context_parallel.attention(shards, q, q, q, False, (-1, -1), documents)
     # Without two chunks for each process, forgotten position_ids look like documents of one length.
     with pytest.raises(ValueError, match="count from 0 to 4 in each of 2 processes, as if they had not been cut"):
@@ -301,6 +344,23 @@ def test_chunks_of_processes():
     assert [shards.chunks for shards in four] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert four[1].positions(6, torch.device("cpu")).tolist() == [3, 4, 5, 18, 19, 20]
     assert Shards(None, 2, 4, False).positions(3, torch.device("cpu")).tolist() == [6, 7, 8]
+
+
+def test_pieces_cover_every_query_and_the_keys_they_bring():
+    """What lies outside of all sequences is undefined on a GPU, in out and in the gradients of the keys."""
+    rows = context_parallel.Documents([[3], [0], [9], [0]], 24, [(3, 17), (0, 24), (9, 10), (0, 0)])
+    documents = context_parallel.Documents([[0, 5, 6, 17], [0, 6, 12], [0], [0, 23]], 24)
+    for shards in [Shards(None, rank, 2, balanced) for rank in (0, 1) for balanced in (True, False)]:
+        length = 24 // len(shards.order)
+        for found in (rows.pieces(shards, torch.device("cpu")), documents.pieces(shards, torch.device("cpu"))):
+            for piece in itertools.chain(*found):
+                for bounds, end, longest in (
+                    (piece.cu_seqlens_q.tolist(), length, piece.max_seqlen_q),
+                    (piece.cu_seqlens_k.tolist(), piece.end - piece.begin, piece.max_seqlen_k),
+                ):
+                    assert bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, end) and end > 0, (shards, piece)
+                    assert longest == max(b - a for a, b in itertools.pairwise(bounds))
+        rows._pieces = documents._pieces = None
 
 
 def test_trainer_takes_our_name_for_context_parallelism():
