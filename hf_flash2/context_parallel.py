@@ -250,7 +250,7 @@ def documents_of_mask(shards: Shards, attention_mask: torch.Tensor, real: torch.
             hole = first + int((tokens[first:end] == 0).nonzero()[0])
             raise ValueError(
                 "under context parallelism attention_mask may have padding on either side of a row, but not between its tokens: token "
-                f"{hole} of row {row} is padding, and {first} and {end - 1} are real"
+                f"{hole} of row {row} is padding, and {first} and {end - 1} are real, where the mask was cut as input_ids were"
             )
         reals.append((first, end))
     size = whole.shape[1]

@@ -48,6 +48,7 @@ def register() -> None:
     _wrap(PreTrainedModel, "get_correct_attn_implementation", _gated)
     _join_trl()
     _join_trainer()
+    _join_accelerate()
 
 
 def registration_state() -> dict[str, Any]:
@@ -124,6 +125,7 @@ def _gated(method: Any) -> Any:
         is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
         _join_trl()
         _join_trainer()
+        _join_accelerate()
         reason = reason_model_unsupported(self)
         if reason is not None:
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
@@ -227,3 +229,24 @@ def _sharing(method: Any) -> Any:
             config._attn_implementation_internal = NAME
 
     return prepare
+
+
+def _join_accelerate() -> None:
+    """accelerate, once it is imported, takes the masks away from models that share sequences, and refuses those with a sliding window."""
+    accelerator = sys.modules.get("accelerate.accelerator")
+    if hasattr(accelerator, _ACCELERATES_HOOKS):
+        _wrap(accelerator, _ACCELERATES_HOOKS, _keeping_masks)
+
+
+_ACCELERATES_HOOKS = "_attach_context_parallel_hooks"
+
+
+def _keeping_masks(attach_hooks: Any) -> Any:
+    """The function that does both, for any attention but ours, which knows what to do with masks and windows (context_parallel.py)."""
+
+    @functools.wraps(attach_hooks)
+    def attach(model, *args, **kwargs):
+        if getattr(getattr(model, "config", None), "_attn_implementation", None) != NAME:
+            attach_hooks(model, *args, **kwargs)
+
+    return attach

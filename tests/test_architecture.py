@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "notices",
         "functional",
         "packing",
+        "context_parallel",
         "ops",
         "rotary",
         "cross_entropy",

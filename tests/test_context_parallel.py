@@ -383,6 +383,24 @@ def test_trainer_takes_our_name_for_context_parallelism():
         assert model.config._attn_implementation == implementation
 
 
+def test_accelerate_leaves_masks_and_windows_to_us():
+    accelerator = pytest.importorskip("accelerate.accelerator")
+    if not hasattr(accelerator, "_attach_context_parallel_hooks"):
+        pytest.skip("this accelerate has no context parallelism")
+
+    def hooks(model) -> int:
+        accelerator._attach_context_parallel_hooks(model)
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    registration._join_accelerate()
+    assert hooks(tiny_models.model("llama", "hf_flash2")) == hooks(tiny_models.model("mistral", "hf_flash2")) == 0
+    sdpa = tiny_models.model("llama", "sdpa")
+    hf_flash2.patch(sdpa)
+    assert hooks(sdpa) == 0
+    hf_flash2.unpatch(sdpa)
+    assert hooks(sdpa) > 0
+
+
 def test_a_mask_of_documents_counts_where_positions_cannot_be_seen():
     """Layers of GPT-2 are not given the position_ids that its masks were made from."""
     q = torch.randn(1, 12, 2, 16)
