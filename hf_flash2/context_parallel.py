@@ -169,14 +169,15 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
         return known.documents
     shards.chunk_tokens(position_ids.shape[1])
     (whole,) = _gather(shards, position_ids.to(torch.int64))
+    rows, size = whole.shape
+    reals = [(0, size)] * rows if padded is None else padded.reals
     follows = F.pad(whole[:, 1:] == whole[:, :-1] + 1, (1, 0)) | (whole == 0)
-    for row, (first, end) in enumerate([] if padded is None else padded.reals):
+    for row, (first, end) in enumerate([] if padded is None else reals):
         follows[row, : first + 1], follows[row, end:] = True, True
     wrong = (~follows).nonzero()
-    anew = torch.arange(position_ids.shape[1], device=whole.device).repeat(shards.size)
     advice = (
         "pass those of the whole sequences as position_ids, torch.arange(S).expand(B, S) or from 0 for each document, and among the "
-        "buffers of context_parallel, as an attention_mask of padding on the left"
+        "buffers of context_parallel; where there is padding on the left, an attention_mask, too"
     )
     if wrong.numel():
         row, token = wrong[0].tolist()
@@ -185,15 +186,18 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
             "under context parallelism position_ids have to be 0, 1, 2, ... of each whole sequence or document, cut as input_ids are: "
             f"token {token} of row {row}, {before}, has position {int(whole[row, token])}; {advice}"
         )
+    anew = torch.arange(position_ids.shape[1], device=whole.device).repeat(shards.size)
     if shards.size > 1 and (whole == anew).all():
         raise ValueError(
             f"under context parallelism position_ids count from 0 to {position_ids.shape[1] - 1} in each of {shards.size} processes, as if "
             f"they had not been cut; {advice}"
         )
-    starts = [[0, *(row[1:].nonzero().flatten() + 1).tolist()] for row in whole == 0]
-    if padded is not None:
-        starts = [[start for start in row if first < start < end] for row, (first, end) in zip(starts, padded.reals, strict=True)]
-    documents = Documents(starts, whole.shape[1]) if any(len(row) > (padded is None) for row in starts) else None
+    starts = [[first] for first, _ in reals]
+    for row, token in (whole == 0).nonzero().tolist():
+        first, end = reals[row]
+        if first < token < end:
+            starts[row].append(token)
+    documents = Documents(starts, size, reals) if any(len(row) > 1 for row in starts) else None
     _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel())
     return documents
 
