@@ -73,6 +73,7 @@ class PackingCollator:
         input_ids, labels, position_ids: int64 [R, L]; the positions restart at 0 with each document.
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where each document starts among the R * L tokens, row after row.
         max_length_q, max_length_k: int, the longest document.
+    Under context parallelism max_length has to be a multiple of twice the processes; the cu_seq_lens stay those of whole rows.
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
     looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
     hf_flash2 needs no such care. torch.nn.DataParallel cannot divide these batches: start a process for each GPU.
