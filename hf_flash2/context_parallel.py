@@ -203,7 +203,7 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
 
 
 def documents_of_cu_seqlens(
-    shards: Shards, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, rows: int, tokens: int
+    shards: Shards, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, tokens: int
 ) -> Documents | None:
     """The same from cu_seq_lens of `rows` whole rows, one after another, of which each process has `tokens` tokens. Synchronises, once per
     forward.
@@ -211,8 +211,6 @@ def documents_of_cu_seqlens(
     Raises:
         ValueError: they are not the same, or not those of whole rows.
     """
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_{'q' if cu_seqlens_k is None else 'k'}")
     known = _known(cu_seqlens_q)
     if known is not None:
         return known.documents

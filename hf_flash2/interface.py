@@ -222,34 +222,36 @@ def _check_shards(
 ) -> context_parallel.Documents | None:
     """Where rows hold several documents, or padding, these; refuses what attention of sequences that several processes share does not do.
     Masks and position_ids of all processes are brought together, so that they agree. Synchronises with the host, once per forward."""
-    position_ids, cu_seqlens_q, cu_seqlens_k = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"))
+    position_ids, cu_seqlens = kwargs.get("position_ids"), _given_cu_seqlens(kwargs)
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
-    given = not (cu_seqlens_q is None and cu_seqlens_k is None)
+    masked = attention_mask is not None and attention_mask.dim() == 2
+    # Of documents, also where positions only jump, from one chunk to the next.
+    looks_packed = attention_mask is not None and holds_documents(attention_mask)
     padded = None
-    if attention_mask is not None and attention_mask.dim() == 2:
+    if masked:
         real = Sequences.read(attention_mask, q.shape[1], q.shape[1]).key_mask
         padded = context_parallel.documents_of_mask(shards, attention_mask, real)
     documents = context_parallel.documents_of_positions(shards, position_ids, padded) if checkable else None
     reason = _reason_for_sdpa(q, v, None)
-    if given and padded is not None:
+    if cu_seqlens is not None and padded is not None:
         reason = "attention_mask has padding, and cu_seq_lens_q/k say where documents are; pass one of the two"
-    elif given:
-        documents = context_parallel.documents_of_cu_seqlens(shards, cu_seqlens_q, cu_seqlens_k, *q.shape[:2])
+    elif cu_seqlens is not None:
+        documents = context_parallel.documents_of_cu_seqlens(shards, *cu_seqlens, *q.shape[:2])
     elif not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
-    elif attention_mask is not None and attention_mask.dim() == 2:
+    elif masked:
         if documents is not None:
             reason = (
                 "position_ids begin anew, but with an attention_mask each row is one sequence; to keep documents apart leave the mask out"
             )
         documents = padded
-    elif attention_mask is not None and holds_documents(attention_mask) and not checkable:
+    elif looks_packed and not checkable:
         reason = (
             "position_ids look as if there were several documents in a row; if so, pass cu_seq_lens_q and cu_seq_lens_k of the whole "
             "rows, if not, an attention_mask of ones, cut as they are"
         )
-    if attention_mask is not None and attention_mask.dim() != 2 and not holds_documents(attention_mask):
-        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)  # of documents: positions jump from one chunk to the next, too
+    if not (attention_mask is None or masked or looks_packed):
+        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
     if reason is not None:
         raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
     return documents
@@ -297,12 +299,20 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Doc
     return sequences, None, None
 
 
-def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> Documents | None:
+def _given_cu_seqlens(kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
     cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_{'q' if cu_seqlens_k is None else 'k'}")
+    return cu_seqlens_q, cu_seqlens_k
+
+
+def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> Documents | None:
+    given = _given_cu_seqlens(kwargs)
+    if given is None:
+        return None
+    cu_seqlens_q, cu_seqlens_k = given
     if getattr(module, "_is_replica", False):  # of torch.nn.DataParallel, which cuts every tensor of a batch into equal parts
         for bounds, tokens in ((cu_seqlens_q, q.shape[:2].numel()), (cu_seqlens_k, k.shape[:2].numel())):
             first, end = bounds[[0, -1]].tolist()  # waits for the GPU, for replicas alone

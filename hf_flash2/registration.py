@@ -46,9 +46,7 @@ def register() -> None:
     _wrap(modeling_flash_attention_utils, "_lazy_imports", _admitting)
     _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _gated)
     _wrap(PreTrainedModel, "get_correct_attn_implementation", _gated)
-    _join_trl()
-    _join_trainer()
-    _join_accelerate()
+    _join_others()
 
 
 def registration_state() -> dict[str, Any]:
@@ -123,9 +121,7 @@ def _gated(method: Any) -> Any:
         if _given(method, 1, (self, *args), kwargs) not in (NAME, PAGED_NAME):
             return method(self, *args, **kwargs)
         is_strict()  # a wrong HF_FLASH2_STRICT is refused here, before any work
-        _join_trl()
-        _join_trainer()
-        _join_accelerate()
+        _join_others()
         reason = reason_model_unsupported(self)
         if reason is not None:
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
@@ -194,6 +190,17 @@ def _adds_sinks_alone(model_class: type) -> bool:
     return bool(calls) and all("s_aux=" in call and not beyond.search(call) for call in calls)
 
 
+def _join_others() -> None:
+    """Make known what only a library that is imported later asks: called again with every model that is loaded."""
+    _join_trl()
+    _join_trainer()
+    _join_accelerate()
+
+
+def _is_ours(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
 def _join_trl() -> bool:
     """TRL warns about padding-free training with a name that is not in its set; ours belongs there. Whether it is in."""
     sft_trainer = sys.modules.get("trl.trainer.sft_trainer")
@@ -219,9 +226,9 @@ def _sharing(method: Any) -> Any:
 
     @functools.wraps(method)
     def prepare(self, model, *args, **kwargs):
-        config = getattr(model, "config", None)
-        if getattr(config, "_attn_implementation", None) != NAME:
+        if not _is_ours(model):
             return method(self, model, *args, **kwargs)
+        config = model.config
         config._attn_implementation_internal = "sdpa"
         try:
             return method(self, model, *args, **kwargs)
@@ -246,7 +253,7 @@ def _keeping_masks(attach_hooks: Any) -> Any:
 
     @functools.wraps(attach_hooks)
     def attach(model, *args, **kwargs):
-        if getattr(getattr(model, "config", None), "_attn_implementation", None) != NAME:
+        if not _is_ours(model):
             attach_hooks(model, *args, **kwargs)
 
     return attach

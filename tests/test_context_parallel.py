@@ -123,7 +123,7 @@ def test_models_train_on_shared_sequences_as_on_whole_ones(tmp_path):
 def models_rank(rank: int, folder: str) -> None:
     for family, way in CASES:
         for checkpointing in (False, True):
-            check_model(family, way, checkpointing, f"{family}, {way}, checkpointing {checkpointing}, rank {rank}")
+            check_model(family, way, checkpointing, f"{family}, {way}, checkpointing {checkpointing}, rank {rank}", batch)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -162,9 +162,8 @@ def padding_rank(rank: int, folder: str) -> None:
     check_model("llama", "flag", True, f"checkpointing, rank {rank}", lambda: padded_batch((3, 24), (0, 13)))
 
 
-def check_model(family: str, way: str, checkpointing: bool, what: str, make=None, said: bool = False) -> None:
-    """said: our models are given cu_seq_lens, too; eager attention tells documents apart by position_ids alone."""
-    make = make or batch
+def check_model(family: str, way: str, checkpointing: bool, what: str, make, said: bool = False) -> None:
+    """make: the whole batch. said: our models are given cu_seq_lens, too; eager attention tells documents apart by position_ids alone."""
     eager = tiny_models.model(family, "eager").train()
     model = copy.deepcopy(eager)
     report = WAYS[way](model)
@@ -348,19 +347,18 @@ def test_chunks_of_processes():
 
 def test_pieces_cover_every_query_and_the_keys_they_bring():
     """What lies outside of all sequences is undefined on a GPU, in out and in the gradients of the keys."""
-    rows = context_parallel.Documents([[3], [0], [9], [0]], 24, [(3, 17), (0, 24), (9, 10), (0, 0)])
-    documents = context_parallel.Documents([[0, 5, 6, 17], [0, 6, 12], [0], [0, 23]], 24)
     for shards in [Shards(None, rank, 2, balanced) for rank in (0, 1) for balanced in (True, False)]:
         length = 24 // len(shards.order)
-        for found in (rows.pieces(shards, torch.device("cpu")), documents.pieces(shards, torch.device("cpu"))):
-            for piece in itertools.chain(*found):
+        padded = context_parallel.Documents([[3], [0], [9], [0]], 24, [(3, 17), (0, 24), (9, 10), (0, 0)])
+        documents = context_parallel.Documents([[0, 5, 6, 17], [0, 6, 12], [0], [0, 23]], 24)
+        for rows in (padded, documents):
+            for piece in itertools.chain(*rows.pieces(shards, torch.device("cpu"))):
                 for bounds, end, longest in (
                     (piece.cu_seqlens_q.tolist(), length, piece.max_seqlen_q),
                     (piece.cu_seqlens_k.tolist(), piece.end - piece.begin, piece.max_seqlen_k),
                 ):
                     assert bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, end) and end > 0, (shards, piece)
                     assert longest == max(b - a for a, b in itertools.pairwise(bounds))
-        rows._pieces = documents._pieces = None
 
 
 def test_trainer_takes_our_name_for_context_parallelism():
