@@ -200,7 +200,12 @@ def _attention(
     if s_aux is not None:
         s_aux = cast_sinks(s_aux, q)
     sequences = (seqlens_q, seqlens_k, key_mask, rng_state, s_aux)
-    out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers) if plan is None else plan.attention_with_lse(q, k, v, sequences)
+    if plan is not None:
+        out, softmax_lse = plan.attention_with_lse(q, k, v, sequences)
+    elif not torch.compiler.is_compiling() and ops.is_transformed():
+        out, softmax_lse = ops.forward_transformed(q, k, v, sequences, numbers)
+    else:
+        out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers)
     if padded:
         out = out[..., :padded]
     return (out, softmax_lse, None) if return_attn_probs else out

@@ -246,6 +246,11 @@ def plain(q, k, v) -> bool:
     return type(q) is type(k) is type(v) is torch.Tensor and not (_modes() or _transforms() or forward_ad._current_level >= 0)
 
 
+def is_transformed() -> bool:
+    """Whether this runs inside a transform of torch.func: grad, vmap, jvp."""
+    return _transforms() is not None
+
+
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
@@ -286,13 +291,18 @@ class _AttentionWithLse(torch.autograd.Function):
     torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
     """
 
+    generate_vmap_rule = True  # inside torch.func.vmap, of gradients of each sample for one: the dispatcher runs the op for each
+
     @staticmethod
-    def forward(ctx, plan, q, k, v, sinks, sequences):
-        out, softmax_lse = plan.forward(q, k, v, sequences)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *sequences)
+    def forward(plan, q, k, v, sinks, sequences):
+        return plan.forward(q, k, v, sequences)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # apart: torch.func.grad asks for it
+        plan, q, k, v, _, sequences = inputs
+        ctx.save_for_backward(q, k, v, *output, *sequences)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return out, softmax_lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -323,15 +333,23 @@ class _Dispatched:
 
     def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         run = backward if torch.is_grad_enabled() else _DISPATCHED[1]  # backward refuses a second derivative, if it comes to that
+        if is_transformed():
+            run = _AttentionGradient.apply
         return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
 
 
 class _AttentionGradient(torch.autograd.Function):
     """backward, with a clear refusal to be differentiated once more."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, *args):
+    def forward(*args):
         return _DISPATCHED[1](*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *_):
@@ -341,13 +359,18 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*args):
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # which torch.no_grad() does not end
         return _DISPATCHED[0](*args)
     return _AttentionWithLse.apply(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
 
 
 def _backward_autograd(*args):
     return _AttentionGradient.apply(*args) if torch.is_grad_enabled() else _DISPATCHED[1](*args)
+
+
+def forward_transformed(q, k, v, sequences, numbers):
+    """`forward` inside torch.func.grad and its like, which take a differentiable function, but not the operation that runs one."""
+    return _AttentionWithLse.apply(_Dispatched(numbers), q, k, v, sequences[4], sequences)
 
 
 _library.impl("forward", _forward_autograd, "Autograd")

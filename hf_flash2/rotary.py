@@ -7,7 +7,7 @@ HF_FLASH2_ROTARY=eager.
 
 import torch
 
-from . import kernels, native
+from . import kernels, native, ops
 
 
 def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -19,7 +19,10 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
         and not torch.compiler.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype
-        and type(q) is type(k) is type(cos) is torch.Tensor
+        and ops.plain(q, k, cos)
+        and type(sin) is torch.Tensor
+        and q.device == k.device == cos.device == sin.device
+        and cos.shape == sin.shape
         and cos.dim() == 3
         and cos.shape[0] in (1, batch)
         and cos.shape[1] == seqlen

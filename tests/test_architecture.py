@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "native": {"__version__"},
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference"},
-    "rotary": {"kernels", "native"},
+    "rotary": {"ops", "kernels", "native"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native"},
     "context_parallel": {"functional"},

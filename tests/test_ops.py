@@ -1,8 +1,10 @@
 """ops.py: the torch.library contract, torch.compile, checkpointing, refusals of autograd, and what a call costs the host."""
 
+import contextlib
 import os
 import sys
 import time
+import warnings
 from collections import Counter
 
 import pytest
@@ -206,9 +208,33 @@ def test_forward_mode_differentiation_is_refused(device):
     with forward_ad.dual_level():
         q = forward_ad.make_dual(q.detach(), torch.ones_like(q))
         assert not ops.plain(q, k, v)
-        with pytest.raises(NotImplementedError, match="jvp"):
-            flash_attn_func(q, k, v)
+        for context in (contextlib.nullcontext(), torch.no_grad()):  # which does not end it
+            with context, pytest.raises(NotImplementedError, match="jvp"):
+                flash_attn_func(q, k, v)
     assert ops.plain(*(x.detach() for x in (k, k, v)))
+
+
+def test_transforms_of_functions(device):
+    """torch.func: gradients of a function, of each sample for one; what there is no derivative for is refused there, too."""
+    q, k, v = (torch.randn(3, 2, 5, 2, 16, device=device, dtype=DTYPE) for _ in range(3))
+
+    def loss(q, k, v):
+        out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        return (out.float() ** 2).sum() + lse.sum()
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(sum(loss(*sample) for sample in zip(*leaves, strict=True)), leaves)
+    of_each = torch.func.grad(loss, argnums=(0, 1, 2))
+    one_by_one = [torch.stack(x) for x in zip(*(of_each(*sample) for sample in zip(q, k, v, strict=True)), strict=True)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # the dispatcher runs the op for each sample
+        at_once = torch.func.vmap(of_each)(q, k, v)
+    for found in (one_by_one, at_once):
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    with pytest.raises(NotImplementedError, match="no second derivative.*eager"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, k[0], v[0]).sum())(q[0])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: loss(q, k[0], v[0]), (q[0],), (q[0],))
 
 
 def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):

@@ -6,6 +6,7 @@ import stand_in
 import torch
 from emulator import build
 from hf_flash2.patches.rotary import returns_new_tensors
+from torch.autograd import forward_ad
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
@@ -174,6 +175,11 @@ def test_which_tensors_are_fused(monkeypatch):
         "angles for other tokens": [q, k, cos[:, :3].contiguous(), sin[:, :3].contiguous()],
         "a rotary dim that is no multiple of 16": [q, k, cos[..., :24].contiguous(), sin[..., :24].contiguous()],
         "angles with a gradient": [q, k, cos.clone().requires_grad_(), sin],
+        "angles elsewhere": [q, k, *(x.to("meta") for x in (cos, sin))],
+        "sines of another shape": [q, k, cos, sin[..., :32].contiguous()],
         "tensor subclasses": [q.as_subclass(OnGpu), k, cos, sin],
     }
     assert [name for name, tensors in refused.items() if rotary.can_fuse(*tensors)] == []
+    with torch.no_grad(), forward_ad.dual_level():  # a tangent would be lost
+        assert not rotary.can_fuse(forward_ad.make_dual(q, q), k, cos, sin)
+    assert torch.func.vmap(lambda q: q * rotary.can_fuse(q, k, cos, sin))(q[None]).sum() == 0
