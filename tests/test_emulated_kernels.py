@@ -21,6 +21,7 @@ from test_kernels import (
     check_heads_of_a_group,
     check_nan_spreads,
     check_one_key_outweighs_all,
+    check_scores_of_minus_infinity,
     check_windows_beyond_every_length,
     compare,
     kept_by_next_call,
@@ -663,7 +664,7 @@ def test_errors_do_not_grow_with_the_number_of_keys(family, head_dim, library, m
     assert torch.equal(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("check_keys", (check_nan_spreads, check_one_key_outweighs_all))
+@pytest.mark.parametrize("check_keys", (check_nan_spreads, check_one_key_outweighs_all, check_scores_of_minus_infinity))
 @pytest.mark.parametrize("head_dim", (64, 128, 512))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_keys_apart(family, head_dim, check_keys, library, monkeypatch):

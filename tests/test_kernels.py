@@ -193,6 +193,25 @@ def test_one_key_outweighs_all(head_dim, family, device):
     check_one_key_outweighs_all(head_dim, device)
 
 
+def check_scores_of_minus_infinity(head_dim: int, device) -> None:
+    """As good as masked, also where those of the first key blocks that are computed, which are the last, are nothing else."""
+    q, k, v = (torch.randn(1, n, 2, head_dim, device=device, dtype=torch.bfloat16) for n in (70, 400, 400))
+    q[..., 0] = 1
+    for seen in (350, 130, 1):
+        k[:, seen:, :, 0] = -math.inf
+        for out, expected in zip(
+            flash_attn_func(q, k, v, return_attn_probs=True)[:2],
+            flash_attn_func(q, k[:, :seen], v[:, :seen], return_attn_probs=True)[:2],
+            strict=True,
+        ):
+            torch.testing.assert_close(out, expected, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 192, 256, 512))
+def test_scores_of_minus_infinity(head_dim, family, device):
+    check_scores_of_minus_infinity(head_dim, device)
+
+
 BEYOND = {(2**31 - 1, 0): (-1, 0), (2**31 - 1, -1): (-1, -1), (-1, 2**31 - 1): (-1, -1), (2**40, 2**31 - 2): (-1, -1), (59, 99): (-1, -1)}
 
 

@@ -77,7 +77,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sums[m][half] = exponentials(scores[m], half, scale_log2, row_max[m][half], 0.f);
-        fits &= !(sums[m][half] > kMostAhead);  // what is not a number stays so
+        fits &= sums[m][half] <= kMostAhead;  // nor does it where a sum is no number: of a score of -inf above a maximum of -inf
       }
     }
     return __all_sync(0xffffffffu, fits);
