@@ -135,8 +135,9 @@ void check_append(const HfFlash2AppendParams& p) {
   check_size(p);
   check_head_dim("head_dim", p.head_dim);
   check_head_dim("head_dim_v", p.head_dim_v);
-  if (p.batch < 0 || p.seqlen < 0 || p.heads < 0 || p.capacity < 0)
-    reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.seqlen, p.heads, p.capacity})));
+  if (p.batch < 0 || p.heads < 0 || p.capacity < 0)
+    reject("sizes", "non-negative", std::to_string(std::min({p.batch, p.heads, p.capacity})));
+  if (p.seqlen < 1) reject("seqlen", "at least 1", std::to_string(p.seqlen));  // a thread block for each token writes the ranges, too
   if ((p.block_table != nullptr) != (p.page_size > 0))
     reject("page_size", "given with a block_table, and only then", "one without the other");
   check_tensor("k", p.k, false);

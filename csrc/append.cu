@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int length = p.lengths[batch], key = length + token;
   if (token == 0 && threadIdx.x == 0) {
     p.ranges[batch] = 0;
-    p.ranges[p.batch + batch] = length < 0 ? 0 : min(length + p.seqlen, p.capacity);
+    p.ranges[p.batch + batch] = length < 0 ? 0 : length > p.capacity - p.seqlen ? p.capacity : length + p.seqlen;
   }
   if (length < 0 || length >= p.capacity - token) return;
   const KeyPlace place =

@@ -61,7 +61,7 @@ typedef struct HfFlash2ForwardParams {
   int32_t batch;
   int32_t heads_q;
   int32_t heads_k;       // divides heads_q
-  int32_t head_dim;      // of q and k: a multiple of 8, at most 256
+  int32_t head_dim;      // of q and k: a multiple of 8, at most 512
   int32_t head_dim_v;    // of v and out: likewise, smaller or greater than head_dim
   int32_t max_seqlen_q;  // Sq when dense, an upper bound of every length when packed
   int32_t max_seqlen_k;  // with a block_table, a bound of every length

@@ -5,7 +5,10 @@ the cache where it lies. Nothing is read back to the host, so that a CUDA graph 
 Management for Large Language Model Serving with PagedAttention, arXiv 2309.06180.
 """
 
+import numbers
+
 import torch
+from torch.autograd import forward_ad
 
 from . import kernels, ops, reference
 from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func
@@ -79,9 +82,10 @@ def flash_attn_with_kvcache(
         raise ValueError(f"softmax_scale must be positive, got {scale}; negate q instead")
     if s_aux is not None:
         check_sinks(s_aux, q)
+        _check_takes_no_gradient("s_aux", s_aux)
     lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
     capacity = kernels.capacity_of(k_cache, block_table)
-    if k is not None:
+    if k is not None and k.shape[1] > 0:
         ranges = _OPS[0](k, v, k_cache, v_cache, lengths, block_table)
     elif lengths is not None:
         ranges = _ranges(lengths, capacity)
@@ -101,8 +105,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor |
     for name, x in tensors.items():
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch or pages, tokens, heads, head_dim], got {list(x.shape)}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"flash_attn_with_kvcache has no gradient, and {name} requires one; call it under torch.no_grad()")
+        _check_takes_no_gradient(name, x)
     q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
     on_gpu = k_cache.device.type == "cuda"
     for name in ("k_cache", "v_cache"):
@@ -139,13 +142,20 @@ def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor |
             )
 
 
+def _check_takes_no_gradient(name: str, x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"flash_attn_with_kvcache has no gradient, and {name} requires one; call it under torch.no_grad()")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(f"flash_attn_with_kvcache has no derivative, and {name} has a tangent; unpack it before")
+
+
 def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool) -> torch.Tensor | None:
     """cache_seqlens as int32 [B]."""
     if cache_seqlens is None:
         if needed:
             raise ValueError("cache_seqlens must be given with k and v or a block_table: int32 [B], the tokens in the cache so far")
         return None
-    if isinstance(cache_seqlens, int):
+    if isinstance(cache_seqlens, (int, numbers.Integral)):  # of numpy, too
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     is_tensor = isinstance(cache_seqlens, torch.Tensor)
     if not is_tensor or cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,) or cache_seqlens.device != device:
@@ -167,7 +177,7 @@ def _append_cpu(k, v, k_cache, v_cache, lengths, block_table):
     pages = sequences if block_table is None else block_table.long()[sequences, places // page_size]
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache[pages, places % page_size] = new[sequences, tokens]
-    return _ranges(torch.where(lengths < 0, 0, lengths + seqlen), capacity)
+    return _ranges(torch.where(lengths < 0, 0, lengths.clamp(max=capacity) + seqlen), capacity)
 
 
 def _append_fake(k, v, k_cache, v_cache, lengths, block_table):

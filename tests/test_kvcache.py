@@ -3,10 +3,12 @@
 import dataclasses
 import math
 
+import numpy as np
 import oracle
 import pytest
 import torch
 from test_kernels import DTYPES, ON_GPU, compare
+from torch.autograd import forward_ad
 
 import hf_flash2
 from hf_flash2 import flash_attn_with_kvcache, kernels, native
@@ -16,13 +18,13 @@ pytestmark = pytest.mark.timeout(120)
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A call. lengths: of the sequences in the cache; new: tokens of each that are written, and as many queries if there are none."""
+    """A call. lengths: of the sequences in the cache; new: tokens of each that are written, None: k and v are not given."""
 
     name: str
     head_dim: int = 64
     heads: tuple[int, int] = (4, 2)
     lengths: tuple[int, ...] = (5, 300, 128)
-    new: int = 1
+    new: int | None = 1
     queries: int = 1
     page_size: int = 128  # 0: no pages
     head_dim_v: int = 0  # 0: as head_dim
@@ -56,7 +58,9 @@ CASES = [
     Decoding("many", heads=(8, 4), lengths=tuple(range(0, 400, 10))),
     Decoding("speculative", lengths=(126, 300, 0), new=4, queries=4),
     Decoding("all-new", 128, lengths=(0, 0), new=150, queries=150),
-    Decoding("no-new", lengths=(129, 0, 77), new=0),
+    Decoding("no-new", lengths=(129, 0, 77), new=None),
+    Decoding("empty-new", lengths=(129, 0, -1), new=0),
+    Decoding("no-pages-empty-new", lengths=(129, 0, -1), new=0, page_size=0),
     Decoding("last-queries", lengths=(129, 40), new=10, queries=3),
     Decoding("not-causal", lengths=(129, 40), new=3, queries=3, causal=False),
     Decoding("nobody", lengths=(-1, 200, -1)),
@@ -80,11 +84,12 @@ def decode(case: Decoding, dtype: torch.dtype, device, **overrides) -> tuple[dic
 
     batch, (heads, heads_k) = len(case.lengths), case.heads
     head_dims = case.head_dim, case.head_dim_v or case.head_dim
-    longest = max(case.lengths) + case.new
-    totals = [0 if length < 0 else length + case.new for length in case.lengths]
+    count = case.new or 0
+    longest = max(case.lengths) + count
+    totals = [0 if length < 0 else length + count for length in case.lengths]
     q = random(batch, case.queries, heads, head_dims[0])
     old = [random(batch, longest, heads_k, d) for d in head_dims]
-    new = [random(batch, case.new, heads_k, d) for d in head_dims]
+    new = [random(batch, count, heads_k, d) for d in head_dims]
     if case.rise:  # by the first column, in which all queries are 1
         q[..., 0] = 1
         ahead = (longest - torch.arange(longest, device=device)) / 128 * case.rise * case.head_dim**0.5
@@ -120,7 +125,7 @@ def decode(case: Decoding, dtype: torch.dtype, device, **overrides) -> tuple[dic
     sinks = random(heads).float() if case.sinks else None
     options = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "s_aux": sinks, "return_softmax_lse": True}
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    added = dict(zip("kv", new, strict=True)) if case.new else {}
+    added = {} if case.new is None else dict(zip("kv", new, strict=True))
     with torch.no_grad():
         out, lse = flash_attn_with_kvcache(q, *caches, **added, cache_seqlens=lengths, block_table=table, **options | overrides)
     for name, x, expected in zip("kv", caches, after, strict=True):
@@ -202,6 +207,7 @@ WRONG = {
     "new keys of another type": (tensors(k=torch.zeros(2, 1, 2, 64).half()), "k must be .* in torch.float32"),
     "heads": (tensors(q=torch.zeros(2, 1, 3, 64)), "must be a multiple of the number of key heads"),
     "gradient": (tensors(q=torch.zeros(2, 1, 4, 64, requires_grad=True)), "has no gradient, and q requires one"),
+    "gradient of sinks": (tensors(s_aux=torch.zeros(4, requires_grad=True)), "has no gradient, and s_aux requires one"),
     "negative scale": (tensors(softmax_scale=-1.0), "softmax_scale must be positive, got -1.0"),
 }
 
@@ -211,6 +217,15 @@ def test_wrong_arguments_are_named(name):
     arguments, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(**arguments)
+
+
+def test_a_tangent_is_refused():
+    """In place of a derivative of zero; torch.no_grad() does not end forward-mode differentiation."""
+    with torch.no_grad(), forward_ad.dual_level():
+        arguments = tensors()
+        flash_attn_with_kvcache(**arguments)
+        with pytest.raises(ValueError, match="has no derivative, and q has a tangent"):
+            flash_attn_with_kvcache(**arguments | {"q": forward_ad.make_dual(arguments["q"], torch.ones_like(arguments["q"]))})
 
 
 def test_a_cache_is_never_copied(device):
@@ -229,6 +244,7 @@ def test_lengths_may_be_one_number_or_none(device):
     q, k, v = (torch.randn(2, n, 2, 64, device=device).to(DTYPES[0]) for n in (1, 20, 20))
     seven = torch.full((2,), 7, dtype=torch.int32, device=device)
     assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=7), flash_attn_with_kvcache(q, k, v, cache_seqlens=seven))
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=np.int64(7)), flash_attn_with_kvcache(q, k, v, cache_seqlens=seven))
     assert torch.equal(flash_attn_with_kvcache(q, k, v), hf_flash2.flash_attn_func(q, k, v))
 
 
@@ -237,6 +253,13 @@ def test_tokens_beyond_the_cache_are_left_out(device):
     new = torch.ones(1, 4, 2, 64, device=device, dtype=DTYPES[0])
     flash_attn_with_kvcache(new.repeat(1, 1, 2, 1), k_cache, v_cache, new, new, cache_seqlens=6)
     assert k_cache.sum().item() == v_cache.sum().item() == 2 * 2 * 64
+
+
+def test_a_length_beyond_the_cache_is_all_of_it(device):
+    """However far, so that lengths and new tokens add up to more than 32 bits hold."""
+    q, k, v = (torch.randn(2, n, 2, 64, device=device).to(DTYPES[0]) for n in (2, 20, 20))
+    beyond = torch.full((2,), 2**31 - 1, dtype=torch.int32, device=device)
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=beyond), flash_attn_with_kvcache(q, k, v, cache_seqlens=20))
 
 
 @pytest.mark.parametrize("name", ["append", "paged_forward"])
