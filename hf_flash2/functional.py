@@ -27,8 +27,8 @@ Shared by all functions below:
 Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, arXiv 2307.08691.
 """
 
-import math
 import numbers
+import operator
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from . import native, ops
 from .support import HEAD_DIM_MULTIPLE, reason_unsupported
 
-_MAX_INT32 = 2**31 - 1
+_MAX_INT32, _MAX_FLOAT32 = 2**31 - 1, torch.finfo(torch.float32).max  # what the kernels are given
 _INTEGERS = (int, torch.SymInt)
-_NUMBERS = (*_INTEGERS, float, torch.SymFloat, torch.Tensor, numbers.Real)  # the last: of numpy
+_NUMBERS = (*_INTEGERS, float, torch.SymFloat)
 
 
 def flash_attn_func(
@@ -145,7 +145,7 @@ def flash_attn_varlen_func(
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
     return _attention(
-        _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
+        _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _integer(max_seqlen_q), _integer(max_seqlen_k),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table,
     )  # fmt: skip
 
@@ -179,7 +179,9 @@ def _attention(
         else:
             _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
             _check_bound("max_seqlen_k", max_seqlen_k, seqlens_k)
-        scale, window = check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table)
+        scale, window, dropout_p, softcap = check_numbers(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table
+        )
         if s_aux is not None:
             check_sinks(s_aux, q)
         padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
@@ -188,7 +190,7 @@ def _attention(
     if plan is None:
         if scale <= 0:  # the kernels take the row maximum before scaling
             q, scale, key = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0, None
-        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, float(softcap), deterministic)
+        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, softcap, deterministic)
         if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
             plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
             ops.keep(key, plan, padded)
@@ -226,28 +228,32 @@ def check_are_tensors(**arguments) -> None:
 
 
 def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
-    """softmax_scale and window_size as they are meant, once everything but the layout of the sequences has passed."""
+    """softmax_scale, window_size, dropout_p and softcap as they are meant, once everything but the layout of the sequences has passed."""
     head_dim, head_dim_v = _check_tensors(q, k, v)
     reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes, block_table=block_table)
     if reason is not None:
         raise ValueError(reason)
-    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
+    cap, p, scale = _real(softcap), _real(dropout_p), softmax_scale
+    if cap is None or not 0.0 <= cap <= _MAX_FLOAT32:
         raise ValueError(f"softcap must be a finite number, at least 0 (0 does not cap the scores), got {softcap!r}")
-    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p}")
-    if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad:
-        raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
-    if not (softmax_scale is None or isinstance(softmax_scale, _NUMBERS)):
-        raise ValueError(f"softmax_scale must be a number or None (head_dim ** -0.5), got {softmax_scale!r}")
+    if p is None or not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p!r}")
+    if isinstance(scale, torch.Tensor):
+        if scale.requires_grad:
+            raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
+    elif scale is None:
+        scale = head_dim**-0.5
+    else:
+        scale = _real(softmax_scale)
+        if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
+            raise ValueError(f"softmax_scale must be a number, finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
     if causal not in (True, False):
         raise ValueError(f"causal must be True or False, got {causal!r}")
-    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    if not _is_window(window_size):
+    window = [_integer(x) for x in window_size] if isinstance(window_size, (tuple, list)) else []
+    if len(window) != 2 or not all(isinstance(x, _INTEGERS) and x >= -1 for x in window):
         raise ValueError(f"window_size must be two integers (left, right), with -1 for unlimited, got {window_size}")
-    window_left, window_right = window_size
-    window = (min(window_left, _MAX_INT32), 0 if causal else min(window_right, _MAX_INT32))  # some write "no limit" as a huge one
-    return head_dim**-0.5 if softmax_scale is None else softmax_scale, window
+    left, right = (min(x, _MAX_INT32) for x in window)  # some write "no limit" as a huge one
+    return scale, (left, 0 if causal else right), p, float(cap)
 
 
 def check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
@@ -262,12 +268,6 @@ def check_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> None:
 def cast_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """As the ops take them."""
     return s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-
-
-def _is_window(window_size: object) -> bool:
-    return (
-        isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(isinstance(x, _INTEGERS) and x >= -1 for x in window_size)
-    )
 
 
 def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
@@ -362,12 +362,12 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
     if _has_known_values(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] < 0 or values[-1] > x.shape[0] or any(a > b for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"{name} must rise from 0 to at most the {x.shape[0]} tokens given, got {values}")
+            raise ValueError(f"{name} must rise, from 0 or more to at most the {x.shape[0]} tokens given, got {values}")
 
 
-def _check_bound(name: str, bound: int, cu_seqlens: torch.Tensor) -> None:
-    if not isinstance(bound, _INTEGERS) or bound < 0:
-        raise ValueError(f"{name} must be an integer, an upper bound of the lengths, got {bound}")
+def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
+    if not isinstance(bound, _INTEGERS) or bound < 0 or (type(bound) is int and bound > _MAX_INT32):
+        raise ValueError(f"{name} must be an integer, an upper bound of the lengths, at most {_MAX_INT32}, got {bound!r}")
     if _has_known_values(cu_seqlens):
         values = cu_seqlens.tolist()
         longest = max(b - a for a, b in zip(values, values[1:], strict=False))
@@ -380,5 +380,18 @@ def _has_known_values(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
 
 
-def _as_int(x: int | torch.Tensor) -> int:
-    return int(x) if isinstance(x, torch.Tensor) else x
+def _integer(x: object) -> object:
+    """x as an int where it is one of numpy's or a tensor that holds one; else as it is, for the checks to refuse."""
+    if isinstance(x, _INTEGERS):
+        return x
+    if isinstance(x, torch.Tensor):
+        return x if x.is_floating_point() or x.numel() != 1 else int(x)
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
+def _real(x: object) -> object:
+    """x as a float where it is a number of another kind, such as numpy's; None where it is none."""
+    return x if isinstance(x, _NUMBERS) else float(x) if isinstance(x, numbers.Real) else None

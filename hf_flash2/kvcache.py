@@ -77,7 +77,7 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{name} is not supported by flash_attn_with_kvcache; {remedy}")
     new = {name: x for name, x in {"k": k, "v": v}.items() if x is not None}
     _check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache} | new, block_table)
-    scale, window = check_numbers(q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    scale, window, _, softcap = check_numbers(q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if scale <= 0:
         raise ValueError(f"softmax_scale must be positive, got {scale}; negate q instead")
     if s_aux is not None:
@@ -96,7 +96,7 @@ def flash_attn_with_kvcache(
         out = flash_attn_ranges_func(q, k_cache, v_cache, None, ranges, None, *options)
         return out[:2] if return_softmax_lse else out
     sinks = None if s_aux is None else cast_sinks(s_aux, q)
-    out, softmax_lse = _OPS[1](q, k_cache, v_cache, ranges, block_table, sinks, capacity, scale, *window, float(softcap))
+    out, softmax_lse = _OPS[1](q, k_cache, v_cache, ranges, block_table, sinks, capacity, scale, *window, softcap)
     return (out, softmax_lse) if return_softmax_lse else out
 
 

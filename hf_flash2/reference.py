@@ -112,7 +112,7 @@ def dropout_keep_mask(rng_state: torch.Tensor, batch: range, heads: int, seqlen_
     device = rng_state.device
     row = torch.arange(seqlen_q, device=device).view(-1, 1)
     col = torch.arange(seqlen_k, device=device).view(1, -1)
-    b = torch.tensor(list(batch), device=device).view(-1, 1, 1, 1)
+    b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     bh = b * heads + torch.arange(heads, device=device).view(-1, 1, 1)
     seed, offset = rng_state[0], rng_state[1]
     pair = (row % 8) // 2 * 4 + (col % 8) // 2

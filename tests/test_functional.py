@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,9 +115,23 @@ def test_max_seqlen_may_be_a_tensor(device):
     assert torch.equal(flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest), expected)
 
 
-def test_an_empty_batch_is_no_error(device):
+def test_numbers_may_be_of_numpy(device):
+    q, k, v = qkv(device)
+    torch.manual_seed(0)
+    expected = flash_attn_func(q, k, v, 0.5, 0.25, window_size=(2, 1), softcap=8.0)
+    torch.manual_seed(0)
+    found = flash_attn_func(q, k, v, np.float32(0.5), np.float16(0.25), window_size=(np.int64(2), np.int32(1)), softcap=np.float32(8))
+    assert torch.equal(found, expected)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+    found = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, np.int64(5), np.int32(5))
+    assert torch.equal(found, flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5))
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.5))
+def test_an_empty_batch_is_no_error(dropout_p, device):
     q, k, v = (x.requires_grad_() for x in qkv(device, (0, 5, 4, 16)))
-    out = flash_attn_func(q, k, v)
+    out = flash_attn_func(q, k, v, dropout_p)
     assert out.shape == q.shape
     out.sum().backward()
     assert q.grad.shape == q.shape
@@ -203,6 +218,8 @@ WRONG = {
     "one window": (dense(window_size=5), "window_size", "(left, right)", "5"),
     "window of None": (dense(window_size=(None, None)), "window_size", "-1 for unlimited", "(None, None)"),
     "scale": (dense(softmax_scale=math.nan), "softmax_scale", "finite", "nan"),
+    "scale of numpy": (dense(softmax_scale=np.float32(math.inf)), "softmax_scale", "finite", "inf"),
+    "scale beyond float32": (dense(softmax_scale=1e39), "softmax_scale", "finite", "1e+39"),
     "scale with a gradient": (dense(softmax_scale=torch.ones((), requires_grad=True)), "softmax_scale", "detach"),
     "scale in words": (dense(softmax_scale="x"), "softmax_scale", "a number", "'x'"),
     "causal in words": (dense(causal="no"), "causal", "True or False", "'no'"),
@@ -215,8 +232,11 @@ WRONG = {
     "no bound": (packed(bounds=(None, None)), "max_seqlen_q", "upper bound", "None"),
     "one bound": (packed(bounds=(5, None)), "max_seqlen_k", "upper bound", "None"),
     "fractional bound": (packed(bounds=(5.0, 5)), "max_seqlen_q", "integer", "5.0"),
+    "fractional tensor": (packed(bounds=(torch.tensor(3.7), 5)), "max_seqlen_q", "integer", "3.7"),
+    "bound beyond 32 bits": (packed(bounds=(2**31, 5)), "max_seqlen_q", "at most 2147483647", "2147483648"),
     "negative bound": (packed(bounds=(-1, 5)), "max_seqlen_q", "-1"),
     "negative softcap": (dense(softcap=-1.0), "softcap", "at least 0", "-1.0"),
+    "softcap beyond float32": (dense(softcap=1e39), "softcap", "finite", "1e+39"),
     "infinite softcap": (dense(softcap=math.inf), "softcap", "finite", "inf"),
     "softcap in words": (dense(softcap="x"), "softcap", "number", "'x'"),
     "sinks": (dense(s_aux=torch.zeros(2)), "s_aux", "[4]", "each query head", "float32 [2]"),

@@ -30,9 +30,9 @@ def notices(caplog):
     return lambda: [record.message for record in caplog.records if record.name == "hf_flash2"]
 
 
-def assert_compiled_matches_eager(family, device, kept=None, eager_inputs=None, **inputs):
+def assert_compiled_matches_eager(family, device, kept=None, eager_inputs=None, dynamic=None, **inputs):
     ours, eager = tiny.twins(family, device, DTYPE)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     found = logits(compiled, **inputs)
     expected, truth = (logits(m, **eager_inputs or inputs) for m in (eager, tiny.eager_in_float32(eager)))
     if kept is not None:
@@ -50,6 +50,18 @@ def test_padded_model(family, padding, device, notices):
     mask = tiny.attention_mask(padding, device)
     inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask} | ({} if "bert" in family else {"use_cache": False})
     assert_compiled_matches_eager(family, device, mask.bool(), **inputs)
+    assert notices() == []
+
+
+def test_numbers_that_the_compiler_leaves_open(device, notices):
+    """The scale of a layer, too, under dynamic=True, or where layers differ in it."""
+    mask = tiny.attention_mask("left", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    assert_compiled_matches_eager("llama", device, mask.bool(), dynamic=True, **inputs)
+    q = torch.randn(2, 5, 2, 16, device=device).to(DTYPE)
+    scaled = torch.compile(lambda scale: hf_flash2.flash_attn_func(q, q, q, softmax_scale=scale), backend="aot_eager", fullgraph=True)
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(scaled(scale), hf_flash2.flash_attn_func(q, q, q, softmax_scale=scale))
     assert notices() == []
 
 
