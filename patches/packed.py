@@ -60,7 +60,10 @@ def base_forward(module: PreTrainedModel, *args, **kwargs) -> ModelOutput | tupl
     output = upstream(module, **inputs, return_dict=True)
     output.last_hidden_state = layout.pad(output.last_hidden_state)
     if output.get("hidden_states") is not None:
-        output.hidden_states = tuple(layout.pad(x) for x in output.hidden_states)
+        # Gemma 3n has several of each layer, [n, B, S, hidden].
+        output.hidden_states = tuple(
+            layout.pad(x) if x.dim() == 3 else torch.stack([layout.pad(part) for part in x]) for x in output.hidden_states
+        )
     return output if (module.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 

@@ -105,6 +105,29 @@ def test_logits_and_hidden_states_come_out_padded(family, padding):
         assert not output.hidden_states[-1][~real].any()
 
 
+def test_several_hidden_states_of_a_layer_come_out_padded():
+    """Gemma 3n has four predictions of each."""
+    if not hasattr(transformers, "Gemma3nForCausalLM"):
+        pytest.skip("this Transformers has no Gemma 3n")
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0], pad_token_id=0,
+    )  # fmt: skip
+    eager = transformers.Gemma3nForCausalLM._from_config(config, attn_implementation="eager").eval()
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch("right")
+    real = small_models.real_tokens(inputs)
+    with torch.no_grad():
+        expected, output = (x(**inputs, use_cache=False, output_hidden_states=True) for x in (eager, model))
+    assert report.forwards["packed"] == 1
+    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours[..., real, :], theirs[..., real, :], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_cannot_see_each_other(family):
     """Bit for bit: a token of one row changed, and every other row is as it was."""
