@@ -58,11 +58,11 @@ def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tenso
 
     Args:
         position_ids: integer [B, S]. A document starts with each row and wherever the position is the least of its row again. One that
-            jumps or is repeated, as images and speculative tokens have them, starts none.
+            jumps or is repeated, as images and speculative tokens have them, starts none; nor does any where all of a row are the same.
     Synchronises with the host once.
     """
-    least = position_ids.amin(1, keepdim=True)
-    return documents_from_starts(F.pad(position_ids[:, 1:] == least, (1, 0), value=True))
+    least, most = position_ids.amin(1, keepdim=True), position_ids.amax(1, keepdim=True)
+    return documents_from_starts(F.pad((position_ids[:, 1:] == least) & (least != most), (1, 0), value=True))
 
 
 def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | None:

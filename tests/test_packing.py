@@ -131,6 +131,7 @@ def test_documents_are_found(seed, rows):
 @pytest.mark.parametrize(("rows", "first"), ((1, 0), (1, 5), (3, 0)))
 def test_one_document_a_row_is_no_packing(rows, first):
     assert packing.documents_from_position_ids(torch.arange(first, first + 9).expand(rows, -1)) is None
+    assert packing.documents_from_position_ids(torch.full((rows, 9), first)) is None  # no positions at all
 
 
 @pytest.mark.parametrize("seed", range(5))
