@@ -158,6 +158,7 @@ def attend(
     known = getattr(attention_mask, ATTRIBUTE, None)
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
+        attention_mask = None if known.whole else attention_mask
     options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
     options |= {"deterministic": bool(kwargs.get("deterministic")), "causal": causal, "window_size": window_of(causal, sliding_window)}
     shards = context_parallel.active()

@@ -62,11 +62,13 @@ class Sequences:
         q_offset: int | torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
         causal: bool | None = None,
+        whole: bool = False,
     ):
         self.key_mask = key_mask  # bool [B, Sk]
         self.q_offset = q_offset  # key column of the first query; None = Sk - Sq
         self.starts = starts  # bool [B, Sk], first tokens of documents, or None
         self.causal = causal  # what the mask function was told; None = not known
+        self.whole = whole  # nothing is padded: the mask is there for the sake of `causal`
         self._derived: dict[Any, Any] = {}
 
     @classmethod
@@ -159,7 +161,8 @@ def hf_flash2_mask(
         mask_function: the pattern, as a function of (batch, head, query, key) indices; default causal.
         attention_mask: bool [B, keys seen so far], True = a real token; a mask of ours; or None.
     Returns:
-        None when certainly nothing is padded; else one of the forms listed above `ATTRIBUTE`.
+        None when certainly nothing is padded, and no layer may take the pattern for another; else one of the forms listed above
+        `ATTRIBUTE`.
     """
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
@@ -168,6 +171,9 @@ def hf_flash2_mask(
     if isinstance(q_offset, torch.Tensor):
         q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
+    # Transformers looks for documents where there is no mask, and numbers them upwards; an overlay of somebody else's (use_vmap) need not.
+    if pattern.documents is not None and (attention_mask is not None or kwargs.get("use_vmap")):
+        pattern = _Pattern(_CUSTOM_PATTERN)
     if attention_mask is not None and holds_documents(attention_mask):
         attached = getattr(attention_mask, ATTRIBUTE, None)
         if pattern.reason is None and isinstance(attached, Sequences) and attached.causal == pattern.causal:
@@ -190,14 +196,15 @@ def hf_flash2_mask(
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
-    if attention_mask is None and not empty_slots:
+    whole = attention_mask is None and not empty_slots
+    if whole and _layers_agree(type(kwargs.get("config")), pattern.causal):
         return None
     if attention_mask is None:
         key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
-        return attach(key_mask, Sequences(key_mask, causal=pattern.causal))
+        return attach(key_mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
     mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
@@ -293,6 +300,26 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
 
 
 @torch.compiler.assume_constant_result
+def _layers_agree(config_class: type, causal: bool) -> bool:
+    """Whether the layers of these models say by themselves whether they are causal, and never anything else. Those of Gemma, for one, say
+    is_causal=False of use_bidirectional_attention, whatever mask the model asks for. True where no layer's source is at hand."""
+    return causal in _told_by_layers(_modeling_module(config_class))
+
+
+@functools.cache
+def _told_by_layers(module_name: str) -> tuple[bool, ...]:
+    """The one thing that the layers of a modeling module say of causality, True where they say nothing; both where there is no source; or
+    nothing, where they say now this, now that."""
+    source = source_of(module_name)
+    said = {value.strip() for value in re.findall(r"\bis_causal\b(?:: [\w |]+)? ?= ?([^\n,)#]+)", source)}
+    if not source:
+        return True, False
+    if said <= {"True"}:
+        return (True,)
+    return (False,) if said == {"False"} and "self.is_causal = False" in source else ()
+
+
+@torch.compiler.assume_constant_result
 def _adds_the_token_itself(config_class: type) -> bool:
     """Whether the layers of these models give flash attention a bidirectional window as it counts one, with the token itself. The masks of
     Transformers count without: ModernBERT's layers say config.sliding_window + 1, those of Gemma 4's assistant and T5Gemma the same as they
@@ -319,7 +346,11 @@ _CALL_WITH_WINDOW = re.compile(CALL_OF_INTERFACE + r"\bsliding_window=")
 
 
 def _modeling_source(config_class: type) -> str:
-    return source_of(config_class.__module__.replace(".configuration_", ".modeling_"))
+    return source_of(_modeling_module(config_class))
+
+
+def _modeling_module(config_class: type) -> str:
+    return config_class.__module__.replace(".configuration_", ".modeling_")
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from transformers import (
     masking_utils,
 )
 
+import hf_flash2
 from hf_flash2 import interface, masks, notices
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,6 +53,33 @@ def assert_logits_match(family: str, device, dtype, mask: torch.Tensor | None, *
 def test_logits(family, padding, dtype, device):
     mask = tiny.attention_mask(padding, device)
     assert_logits_match(family, device, dtype, mask, "dense" if mask is None else "padded", input_ids=tiny.tokens(device))
+
+
+# What layers say of themselves, against the mask that their model asks for: gemma2's that they are not causal, stablelm's that they are.
+# Eager attention goes by the mask.
+CONTRADICTIONS = {"gemma2": {"use_bidirectional_attention": True}, "stablelm": {"is_causal": False}}
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its configs do not say this")
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("family", CONTRADICTIONS)
+def test_the_mask_knows_what_is_causal_without_padding_too(family, patched, device):
+    ours, eager = tiny.twins(family, device, DTYPES[0], **CONTRADICTIONS[family])
+    if patched:
+        ours = tiny.model(family, "eager", device, DTYPES[0], **CONTRADICTIONS[family])
+        hf_flash2.patch(ours)
+    models = ours, eager, tiny.eager_in_float32(eager)
+    ids = tiny.tokens(device)
+    for mask in (None, torch.ones_like(ids)):
+        tiny.assert_as_exact_as_eager(*(logits(model, input_ids=ids, attention_mask=mask) for model in models))
+    assert routes(ours, input_ids=ids) == {"dense"}
+
+    def in_two(model) -> torch.Tensor:
+        with torch.no_grad():
+            first = model(input_ids=ids[:, :7], use_cache=True)
+            return model(input_ids=ids[:, 7:], past_key_values=first.past_key_values).logits
+
+    tiny.assert_as_exact_as_eager(*map(in_two, models))
 
 
 def test_latent_attention_hands_over_v_as_it_is(device, monkeypatch):

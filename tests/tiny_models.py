@@ -83,6 +83,7 @@ FAMILIES = {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 264,
         "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     }),
+    "stablelm": ("StableLmForCausalLM", _DECODER),
     # what must be refused
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 2}),
     "mpt": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 2}),
