@@ -9,6 +9,8 @@ PYTEST_FLAGS ?= $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo --numproces
 VENV := .venv
 RUN := $(VENV)/bin/python
 NEEDED := torch, transformers, peft, accelerate, tokenizers, matplotlib, pytest, pytest_timeout, setuptools
+# Of a shared Python, where .venv has none of its own.
+CLANG_FORMAT = $(or $(wildcard $(VENV)/bin/clang-format),$(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format)
 CPP_SOURCES = $(shell find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 .PHONY: demo test build lint format bench clean
@@ -29,11 +31,11 @@ bench: build
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_SOURCES)
+	$(CLANG_FORMAT) --dry-run --Werror $(CPP_SOURCES)
 
 format: $(VENV)/.ready
 	$(RUN) -m ruff format .
-	$(VENV)/bin/clang-format -i $(CPP_SOURCES)
+	$(CLANG_FORMAT) -i $(CPP_SOURCES)
 
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, $(PYTHON) is " + sys.version)'

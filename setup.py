@@ -5,6 +5,7 @@ ctypes, so one wheel serves every Python and every torch: it is tagged py3-none-
 """
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class BuildPython(build_py):
     def run(self):
         if pure_python_reason:
             say(f"hf_flash2: installing without CUDA kernels (pure Python): {pure_python_reason}")
+        # NOTE: setuptools copies over what an install from this folder left here before, and would ship what is no source any more.
+        shutil.rmtree(Path(self.build_lib) / "hf_flash2", ignore_errors=True)
         super().run()
 
 

@@ -167,7 +167,7 @@ def find_ninja() -> str | None:
 
 def reason_not_buildable() -> str | None:
     """Why the CUDA library cannot be built here, as one line that ends with what to do; None when it can."""
-    if os.environ.get("HF_FLASH2_SKIP_CUDA", "0") not in ("", "0"):
+    if os.environ.get("HF_FLASH2_SKIP_CUDA", "0").lower() not in ("", "0", "no", "false", "off"):
         return "HF_FLASH2_SKIP_CUDA is set; unset it and run `hf-flash2 build` to get them"
     if sys.platform != "linux":
         return f"the CUDA library is built on Linux only, this is {sys.platform}"
@@ -227,8 +227,10 @@ def parse_head_dims(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
     """ "64,128" as data, checked against the head dims there are kernels for; an empty text means all of them."""
     entries = list(filter(None, re.split(r"[;,\s]+", text)))
     unknown = [entry for entry in entries if entry not in map(str, known)]
-    if unknown:
-        raise UsageError(f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown)}")
+    if unknown or (text and not entries):
+        raise UsageError(
+            f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown) or repr(text)}"
+        )
     return tuple(sorted(map(int, entries))) or known
 
 
@@ -412,6 +414,8 @@ def build(
         say(f"hf_flash2: CXX names {shlex.join(compiler.launcher)} before the compiler, which is left out: nvcc calls the compiler itself")
     folder = _usable_folder(csrc, build_folder)
     output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
+    if output.is_dir():
+        raise UsageError(f"hf_flash2: --output must name a file, got the folder {output}; for example {output / LIBRARY_NAME}")
     jobs_at_once, jobs_reason = choose_jobs()
     with _lock(folder, say) as lock:
         jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))

@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import zipfile
@@ -157,7 +158,7 @@ def test_named_host_compiler_that_cannot_be_found_is_an_error(compilers, monkeyp
 def test_reason_not_buildable_names_what_is_missing(only_these_toolkits, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
     assert "HF_FLASH2_SKIP_CUDA" in build.reason_not_buildable()
-    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "0")
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "no")
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         assert "C++ compiler" in build.reason_not_buildable()
@@ -215,6 +216,8 @@ def test_head_dims():
     assert build.parse_head_dims("128 64", (64, 96, 128)) == (64, 128)
     with pytest.raises(build.BuildError, match="must be among 64, 128; got 80"):
         build.parse_head_dims("64,80", (64, 128))
+    with pytest.raises(build.BuildError, match="must be among 64, 128; got ','"):
+        build.parse_head_dims(",", (64, 128))
 
 
 @pytest.mark.parametrize(("cores", "free_gib", "jobs"), [(16, 64, 16), (16, 10, 4), (2, 64, 2), (8, 1, 1)])
@@ -639,6 +642,10 @@ def test_wheel(tmp_path, skip):
         for old in (copy / "csrc").glob("*.cu"):
             old.unlink()
         (copy / "csrc" / name).write_text(text)
+    for folder in ("lib", f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"):  # of an install before: no source any more
+        (copy / "build" / folder / "hf_flash2" / "csrc").mkdir(parents=True)
+        for name in ("removed.py", "csrc/removed.cuh"):
+            (copy / "build" / folder / "hf_flash2" / name).touch()
     command = [
         sys.executable,
         "-m",
@@ -660,7 +667,7 @@ def test_wheel(tmp_path, skip):
     names = zipfile.ZipFile(wheel).namelist()
     assert ("hf_flash2/libhf_flash2.so" in names) is not skip
     assert {"hf_flash2/build.py", "hf_flash2/csrc/instantiate.py", "hf_flash2/csrc/kernel.cuh"} <= set(names)
-    assert not [name for name in names if "__pycache__" in name or name.startswith(("tests/", "build/"))]
+    assert not [name for name in names if "__pycache__" in name or "removed" in name or name.startswith(("tests/", "build/"))]
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "installing without CUDA kernels" in line]
     if skip:
         assert wheel.name == f"hf_flash2-{version}-py3-none-any.whl"
