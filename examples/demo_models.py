@@ -90,15 +90,19 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `load_model` reads."""
     parser.add_argument("--model", help="folder or hub name of a causal model; default: random weights of --model-type and --size")
-    parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
-    parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
-    parser.add_argument("--device", type=device_name, choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama", help="family of a random model")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="of a random model")
+    parser.add_argument(
+        "--device", type=device_name, choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--batch-size", type=at_least(1), default=4)
+    parser.add_argument("--batch-size", type=at_least(1), default=4, help="texts at once")
 
 
-def load_model(args: argparse.Namespace, attn_implementation: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the options ask for, in evaluation mode, and its tokenizer (padding on the left)."""
+def load_model(
+    args: argparse.Namespace, attn_implementation: str, max_length: int = 1024
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the options ask for, in evaluation mode, and its tokenizer (padding on the left). max_length: of a random model."""
     dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=attn_implementation)
@@ -108,7 +112,7 @@ def load_model(args: argparse.Namespace, attn_implementation: str) -> tuple[PreT
         torch.manual_seed(0)
         # Larger than usual, so that attention is peaked and an error in it shows.
         initializer_range = 2 * SIZES[args.size][0] ** -0.5
-        config = make_config(args.model_type, args.size, max_length=1024, initializer_range=initializer_range)
+        config = make_config(args.model_type, args.size, max_length, initializer_range=initializer_range)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
         tokenizer = load_tokenizer(load_corpus(), vocab_size(args.size))
     tokenizer.padding_side = "left"

@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -104,13 +103,15 @@ def train(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="default: both")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(f'"{arm}"' for arm in ARMS))
-    parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny")
-    parser.add_argument("--batch-size", type=at_least(1), default=16 if on_gpu else 4, help="examples a process")
-    parser.add_argument("--max-length", type=at_least(2), default=2048 if on_gpu else 128, help="tokens of a padded example")
+    parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny", help="of the model (default here %(default)s)")
+    parser.add_argument("--batch-size", type=at_least(1), default=16 if on_gpu else 4, help="examples a process (default here %(default)s)")
+    parser.add_argument(
+        "--max-length", type=at_least(2), default=2048 if on_gpu else 128, help="tokens of a padded example (default here %(default)s)"
+    )
     parser.add_argument("--steps", type=at_least(1), default=8, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 8)")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
+    parser.add_argument("--csv", type=processes.new_file, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
     device = processes.join(parser, "distributed.py")
     rank = dist.get_rank()

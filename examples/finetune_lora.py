@@ -26,6 +26,7 @@ import itertools
 import json
 import logging
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -110,23 +111,23 @@ def main(argv: list[str] | None = None) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     parser.add_argument("--demo", action="store_true", help="every implementation, with defaults that suit this machine")
-    parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "hf_flash2"])
+    parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["eager", "hf_flash2"], help="one after the other")
     parser.add_argument("--how", choices=("flag", "patch"), default="flag", help="attn_implementation= at load, or hf_flash2.patch(model)")
-    parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama")
-    parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
+    parser.add_argument("--model-type", choices=MODEL_TYPES, default="llama", help="family of the model")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="of the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="of every layer, without reentrance")
     parser.add_argument("--batch-size", type=at_least(1), default=16, help="per process")
     parser.add_argument("--max-length", type=at_least(16), default=1024, help="longer pairs are cut")
     parser.add_argument("--steps", type=at_least(1), default=40, help="of the LoRA fine-tune")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the LoRA fine-tune")
     parser.add_argument("--base-steps", type=at_least(1), default=60, help="of the base model's training")
-    parser.add_argument("--base-learning-rate", type=float, default=3e-3)
-    parser.add_argument("--lora-rank", type=at_least(1), default=16)
+    parser.add_argument("--base-learning-rate", type=float, default=3e-3, help="of the base model's training")
+    parser.add_argument("--lora-rank", type=at_least(1), default=16, help="of every adapted projection")
     parser.add_argument("--new-tokens", type=at_least(1), default=48, help="generated at the end")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=OUTPUTS / "finetune_lora")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--output-dir", type=Path, default=OUTPUTS / "finetune_lora", help="base model, adapters, figures")
     args = parser.parse_args(argv)
     if args.demo:
         parser.set_defaults(**demo_settings(args.device == "cpu" or not torch.cuda.is_available()))
@@ -160,19 +161,25 @@ def make_base(job: Job) -> Path:
     args, accelerator = job.args, job.accelerator
     settings = [args.model_type, args.size, args.dtype, args.max_length, args.batch_size * accelerator.num_processes]
     settings += [args.base_steps, args.base_learning_rate, args.seed, job.corpus.fingerprint]
+    # GPT-2 has a position for each token, those that it is to write at the end included.
+    positions = args.max_length + (args.new_tokens if args.model_type == "gpt2" else 0)
+    settings += [positions] if positions != args.max_length else []
     folder = args.output_dir / f"base-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}"
     if (folder / "config.json").is_file():
         job.say(f"base model: found in {folder}")
         return folder
     accelerate.utils.set_seed(args.seed)
-    model = AutoModelForCausalLM.from_config(make_config(args.model_type, args.size, args.max_length), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(make_config(args.model_type, args.size, positions), attn_implementation="sdpa")
     job.say(f"\n== base model: {args.model_type} {args.size}, all {model.num_parameters() / 1e6:.1f} M weights, signatures and docstrings")
     losses, _ = train(job, model, prompts_only(job.train), args.base_steps, args.base_learning_rate)
-    job.say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved in {folder}")
     if accelerator.is_main_process:
-        job.tokenizer.save_pretrained(folder)
-        model.to(job.dtype).save_pretrained(folder)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")  # until all of it is there
+        job.tokenizer.save_pretrained(unfinished)
+        model.to(job.dtype).save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
     accelerator.wait_for_everyone()
+    job.say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved in {folder}")
     del model
     release_memory(accelerator)
     return folder

@@ -30,17 +30,17 @@ ENOUGH = 0.99  # of the tokens in half precision: over many layers rounding adds
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=DefaultsFormatter)
     add_model_arguments(parser)
-    parser.add_argument("--new-tokens", type=at_least(1), default=32)
+    parser.add_argument("--new-tokens", type=at_least(1), default=32, help="of each text")
     parser.add_argument("--continuous", action="store_true", help="continuous batching, too")
     args = parser.parse_args(argv)
     if args.continuous and int(transformers.__version__.split(".")[0]) < 5:
         parser.error(f"--continuous needs Transformers 5, this is {transformers.__version__}")
 
-    model, tokenizer = load_model(args, "eager")
+    model, tokenizer = load_model(args, "eager", max_length=1024 + args.new_tokens)
     prompts = [pair.prompt for pair in load_corpus().evaluation[: args.batch_size]]
     batch = dict(tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(args.device))
     lengths = batch["attention_mask"].sum(1).tolist()
-    print(f"{args.batch_size} prompts of {min(lengths)} to {max(lengths)} tokens, padded on the left; {args.device}, {model.dtype}\n")
+    print(f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, padded on the left; {args.device}, {model.dtype}\n")
 
     half, expected = model.dtype != torch.float32, None
     for implementation in ("eager", "sdpa", "hf_flash2"):

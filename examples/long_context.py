@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ import processes
 from demo_models import SIZES, at_least, make_config, vocab_size
 
 IGNORED = -100
+ARMS = ("sdpa", "hf_flash2")
 WARMUP_STEPS = 2
 FIELDS = ("arm", "tokens_per_s", "step_ms", "peak_gib", "loss")
 
@@ -99,21 +99,32 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="attention implementations; torch's sdpa shares on GPUs alone, and whole sequences alone"
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        metavar="ARM",
+        help="sdpa and hf_flash2; sdpa shares whole sequences alone, on GPUs alone",
     )
-    parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny")
-    parser.add_argument("--seqlen", type=at_least(2), default=65536 if on_gpu else 256, help="tokens of the sequence, over all processes")
+    parser.add_argument("--size", choices=SIZES, default="1b" if on_gpu else "tiny", help="of the model (default here %(default)s)")
+    parser.add_argument(
+        "--seqlen",
+        type=at_least(2),
+        default=65536 if on_gpu else 256,
+        help="tokens of the row, of all processes (default here %(default)s)",
+    )
     parser.add_argument("--documents", type=at_least(1), default=1, help="that the row holds (default 1: it is one sequence)")
     parser.add_argument("--steps", type=at_least(1), default=5, help=f"timed steps, behind {WARMUP_STEPS} that are not (default 5)")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="write the table there, too")
+    parser.add_argument("--csv", type=processes.new_file, metavar="PATH", help="write the table there, too")
     args = parser.parse_args(arguments)
     chunks = 2 * int(os.environ.get("WORLD_SIZE", 1))
     if args.seqlen % chunks:
         parser.error(f"--seqlen: must be a multiple of {chunks}, two chunks for each process, got {args.seqlen}")
     if args.documents * 8 > args.seqlen:
         parser.error(f"--documents: at most {args.seqlen // 8}, an eighth of the tokens, got {args.documents}")
-    if args.arms is None:
-        args.arms = ["sdpa", "hf_flash2"] if on_gpu and args.documents == 1 else ["hf_flash2"]
+    shared_by = ARMS if on_gpu and args.documents == 1 else ("hf_flash2",)
+    args.arms = args.arms or list(shared_by)
+    if not set(args.arms) <= set(shared_by):
+        parser.error("--arms: torch's sdpa shares sequences on GPUs alone, and whole ones alone")
 
     device = processes.join(parser, "long_context.py")
     rank = dist.get_rank()

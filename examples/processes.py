@@ -33,6 +33,19 @@ def where() -> str:
     return f"{dist.get_world_size()} processes, {name}, torch {torch.__version__}"
 
 
+def new_file(text: str) -> Path:
+    """The type of --csv: a file that can be written, its folder made where it is missing."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except FileExistsError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {path.parent} is no folder") from error
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
+    return path
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()

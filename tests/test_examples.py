@@ -133,6 +133,19 @@ def test_fine_tune_learns_and_follows_eager(model_type, how, tmp_path, capsys):
     assert ("2 of 2 attention layers run on hf_flash2" in printed) == (how == "patch")
 
 
+def test_a_base_model_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Whoever interrupts it while it is saved finds another one made, not half of one loaded."""
+
+    def interrupted(self, folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune_lora.PreTrainedModel, "save_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune_lora.main([*FINE_TUNE, "--base-steps", "1", "--output-dir", str(tmp_path)])
+    assert [folder.suffix for folder in tmp_path.glob("base-*")] == [".unfinished"]
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packed_fine_tune_follows_eager(model_type, tmp_path, capsys):
     packed = finetune_lora.PACKED
@@ -261,6 +274,9 @@ def test_what_is_given_counts_beside_demo():
         (finetune_lora, ["--max-length", "2"], "--max-length: must be a number from 16 on, got '2'"),
         (generate, ["--batch-size", "0"], "--batch-size: must be a number from 1 on, got '0'"),
         (patch_existing_model, ["--device", "cuda"], "--device: torch sees no GPU on this machine"),
+        (distributed, ["--csv", "/dev/null/figures.csv"], "--csv: /dev/null/figures.csv cannot be written: /dev/null is no folder"),
+        (long_context, ["--arms", "eager"], "--arms: invalid choice: 'eager'"),
+        (long_context, ["--arms", "sdpa"], "--arms: torch's sdpa shares sequences on GPUs alone"),
         (distributed, [], "torchrun has to start its processes"),
         (long_context, [], "torchrun has to start its processes"),
     ],
