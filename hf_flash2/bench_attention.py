@@ -31,7 +31,7 @@ import torch
 
 from . import kernels, native, ops
 from .bench_points import DTYPES, PRODUCTS_OF_MODE, SHAPES, Point, Shapes
-from .bench_providers import EAGER, OURS, Problem, Provider, Work, all_providers, builds, other_builds
+from .bench_providers import EAGER, FA4, OURS, SDPA, VARLEN, Problem, Provider, Work, all_providers, builds, other_builds
 from .bench_shared import (
     describe_environment,
     draw_again,
@@ -42,6 +42,7 @@ from .bench_shared import (
     positive,
     probability,
     reason_no_figure,
+    reason_not_writable,
     release_memory,
     write_csv,
 )
@@ -52,6 +53,13 @@ MIN_ROUNDS, MAX_ROUNDS = 10, 100
 # Zeroed before every timed call: more than any L2, and 0.25 ms on an H200, during which the host queues the call it is about to time.
 FLUSH_BYTES = 2**30
 MOST_UPRIGHT_TICKS = 6  # that a panel of a figure has room for
+# The same in every figure; builds of --against have what is left.
+COLORS = {
+    f"{OURS} sm90": "C1", f"{OURS} sm90 packed": "C1", f"{OURS} sm90 padded": "#ffbb78", f"{OURS} sm90 paged": "#a0522d",
+    f"{OURS} sm90 deterministic": "#a0522d", f"{OURS} sm80": "C0", f"{OURS} sm80 packed": "C0", f"{OURS} sm80 padded": "#aec7e8",
+    f"{OURS} sm80 paged": "#0b3c6f", f"{OURS} sm80 deterministic": "#0b3c6f", f"{SDPA} flash": "C2", f"{SDPA} cudnn": "C3",
+    f"{SDPA} cudnn, mask": "C3", f"{SDPA} efficient": "C4", f"{SDPA} efficient, mask": "C4", VARLEN: "C2", FA4: "C5", EAGER: "0.5",
+}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------------------------ command
 
@@ -127,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
     """Time the points, print them line by line, write what was asked for. Returns the exit code."""
     if args.from_csv:
         return draw_again(args, Row, plot_shapes)
-    no_figure = reason_no_figure() if args.plot else None
-    if no_figure is not None:
-        print(f"hf-flash2 bench attention: {no_figure}", file=sys.stderr)
+    reason = (reason_no_figure() if args.plot else None) or reason_not_writable(args.csv, args.plot)
+    if reason is not None:
+        print(f"hf-flash2 bench attention: {reason}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("hf-flash2 bench attention needs a CUDA GPU: the reference backend of a CPU is made to be exact, not fast", file=sys.stderr)
@@ -154,7 +162,9 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
     """`run` on a device and clock. Returns the exit code."""
     try:
         points_of = {name: list(SHAPES[name].points(args)) for name in args.shapes}
-    except ValueError as error:  # a --fill that no lengths have
+        for name, points in points_of.items() if args.plot else ():
+            x_axis(SHAPES[name], points)
+    except ValueError as error:  # a --fill that no lengths have; a --plot without curves
         print(f"hf-flash2 bench attention: {error}", file=sys.stderr)
         return 2
     environment = describe_environment(device)
@@ -396,6 +406,9 @@ def format_line(point: Point, rows: Iterable[Row], providers: Iterable[str]) -> 
 def plot_shapes(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
     """A figure per set of shapes: path, or where there are several, path-shapes."""
     names = list(dict.fromkeys(row.shapes for row in rows))
+    unknown = next((name for name in names if name not in SHAPES), None)
+    if unknown is not None:
+        raise ValueError(f"its shapes must be among {', '.join(SHAPES)}, got {unknown}")
     for name in names:
         to = path if len(names) == 1 else path.with_stem(f"{path.stem}-{name}")
         plot(to, [row for row in rows if row.shapes == name], environment)
@@ -407,9 +420,7 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
     shapes = SHAPES[rows[0].shapes]
     baselines = {row.provider: f"{row.provider}, {shapes.baseline}" for row in rows if row.provider == family_of(row.provider)}
     rows = [row for row in rows if not row.only_ours]
-    xs = list(dict.fromkeys(map(shapes.x, sorted(rows, key=lambda row: (row.seqlen, row.window or 0)))))
-    if len(xs) < 2:
-        raise SystemExit(f"--plot needs at least two points on its x axis ({shapes.x_label}), got {xs}: one point is no curve")
+    xs = x_axis(shapes, rows)
     titles = list(dict.fromkeys(map(shapes.panel, rows)))
     lines = sorted({(row.mode, row.causal) for row in rows}, key=lambda line: (list(PRODUCTS_OF_MODE).index(line[0]), line[1]))
     providers = list(dict.fromkeys(row.provider for row in rows))
@@ -422,14 +433,17 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
                 inside = [row for row in rows if (row.mode, row.causal, shapes.panel(row)) == (mode, causal, title)]
                 for number, provider in enumerate(providers):
                     curve = [row for row in inside if row.provider == provider]
-                    x = [xs.index(shapes.x(row)) for row in curve]
+                    curve.sort(key=lambda row: xs.index(shapes.x(row)))
                     ours = provider.startswith(OURS)
                     style = {"linewidth": 2.2, "marker": "o"} if ours else {"linewidth": 1.3, "marker": "s", "ls": "--"}
-                    (line,) = panel.plot(x, [row.rate(row.ms) for row in curve], color=f"C{number}", markersize=4, **style)
-                    slow, fast = ([row.rate(ms) for row, ms in zip(curve, times, strict=True)] for times in spread(curve))
-                    panel.fill_between(x, slow, fast, color=line.get_color(), alpha=0.15, linewidth=0)
-                    legend.setdefault(provider, line)
-                    top = max([top, *fast])
+                    style |= {"color": COLORS.get(provider, f"C{6 + number % 4}"), "markersize": 4}
+                    for part in (list(part) for _, part in itertools.groupby(curve, shapes.joined)):
+                        x = [xs.index(shapes.x(row)) for row in part]
+                        (line,) = panel.plot(x, [row.rate(row.ms) for row in part], **style)
+                        slow, fast = ([row.rate(ms) for row, ms in zip(part, times, strict=True)] for times in spread(part))
+                        panel.fill_between(x, slow, fast, color=line.get_color(), alpha=0.15, linewidth=0)
+                        legend.setdefault(provider, line)
+                        top = max([top, *fast])
                 for name, (x, tflops) in baseline_curves(inside, shapes, xs).items():
                     shade = "black" if name == next(iter(baselines)) else "0.55"
                     (line,) = panel.plot(x, tflops, color=shade, linewidth=1.1, ls=":", marker="_")
@@ -444,6 +458,19 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
         for panel in axes[-1]:
             panel.set_xlabel(shapes.x_label)
         legend_below(drawn, legend, columns=max(2, int(size[0] / 2.9)))
+
+
+def x_axis(shapes: Shapes, points: Iterable[Point | Row]) -> list[str]:
+    """What stands on the x axis of the figure of these.
+
+    Raises:
+        ValueError: too little for curves.
+    """
+    shown = sorted((point for point in points if not point.only_ours), key=lambda point: (point.seqlen, point.window or 0))
+    xs = list(dict.fromkeys(map(shapes.x, shown)))
+    if len(xs) < 2:
+        raise ValueError(f"--plot needs at least two points on its x axis ({shapes.x_label}), got {xs}: one point is no curve")
+    return xs
 
 
 def spread(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

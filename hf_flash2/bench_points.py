@@ -200,6 +200,7 @@ class Shapes:
     x_label: str
     baseline: str = ""  # what ours is compared with
     rate: str = "TFLOP/s"  # or GB/s
+    joined: Callable[[Any], Any] = lambda row: None  # what neighbours on a curve have in common; else it is interrupted
 
 
 def short(n: int) -> str:
@@ -222,8 +223,8 @@ SHAPES = {
     ),
     "small": Shapes(small, lambda row: f"{row.heads} heads of {row.head_dim}", lambda row: short(row.seqlen), "sequence length"),
     "decode": Shapes(
-        decode, lambda row: f"{row.queries} of {row.heads} / {row.heads_k} heads of {row.head_dim}",
-        lambda row: f"{row.batch} x {short(row.seqlen)}", "batch x keys", rate="GB/s",
+        decode, lambda row: f"{row.queries} {'query' if row.queries == 1 else 'queries'}, {row.heads} / {row.heads_k} x {row.head_dim}",
+        lambda row: f"{row.batch} x {short(row.seqlen)}", "batch x keys", rate="GB/s", joined=lambda row: row.seqlen,
     ),
     "mla": Shapes(
         mla, lambda row: f"{row.heads} heads of {row.head_dim}, v {row.head_dim_v}", lambda row: short(row.seqlen), "sequence length"

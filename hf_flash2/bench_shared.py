@@ -143,6 +143,25 @@ def reason_no_figure() -> str | None:
     return None if importlib.util.find_spec("matplotlib") else "a figure needs matplotlib: pip install matplotlib"
 
 
+def reason_not_writable(*paths: Path | None) -> str | None:
+    """Why one of these files cannot be written, or None: to be asked before anything is measured. Makes their folders."""
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if given.count(path) > 1:
+            return f"{path} cannot be written: it is asked for twice"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
+        except FileExistsError:
+            return f"{path} cannot be written: {path.parent} is no folder"
+        except OSError as error:
+            return f"{path} cannot be written: {error.strerror}"
+    return None
+
+
 def plot_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds --plot, and --from-csv for draw_again()."""
     parser.add_argument("--plot", type=path_ending_in(".png", ".pdf", ".svg"), metavar="PATH", help=f"draw {what} (needs matplotlib)")
@@ -155,10 +174,13 @@ def draw_again(args: argparse.Namespace, row_type: type, plot: Callable[[Path, l
         if args.plot is None:
             raise ValueError("--plot PATH has to say where the figure goes")
         rows, environment = read_csv(args.from_csv, row_type)
+        reason = reason_no_figure() or reason_not_writable(args.plot)
+        if reason is not None:
+            raise ValueError(reason)
+        plot(args.plot, rows, environment)
     except (OSError, ValueError) as error:
         print(f"--from-csv {args.from_csv}: {error}", file=sys.stderr)
         return 2
-    plot(args.plot, rows, environment)
     return 0
 
 

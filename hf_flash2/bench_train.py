@@ -30,6 +30,7 @@ from .bench_shared import (
     positive,
     ragged_lengths,
     reason_no_figure,
+    reason_not_writable,
     release_memory,
     write_csv,
 )
@@ -136,9 +137,10 @@ def run(args: argparse.Namespace) -> int:
         if not failed:
             print(f"wrote {args.plot}")
         return failed
-    no_figure = reason_no_figure() if args.plot or args.profile else None
-    if no_figure is not None:
-        print(f"hf-flash2 bench train: {no_figure}", file=sys.stderr)
+    figures = [args.plot, args.profile and args.profile.with_suffix(".png")]
+    reason = (reason_no_figure() if any(figures) else None) or reason_not_writable(args.csv, args.profile, *figures)
+    if reason is not None:
+        print(f"hf-flash2 bench train: {reason}", file=sys.stderr)
         return 2
     try:
         import transformers  # here and below: the benchmark of the kernels alone does not need it
@@ -183,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
         release_memory(device)
     if args.plot:
         plot(args.plot, rows, environment)
-    for path in filter(None, (args.csv, args.plot, args.profile if profiles else None)):
+    for path in filter(None, (args.csv, args.plot, *((args.profile, args.profile.with_suffix(".png")) if profiles else ()))):
         print(f"wrote {path}")
     disagreements = list(filter(None, map(disagreement, rows)))
     print("\n".join(disagreements) or "every loss and gradient agrees with that of the first arm that ran")
@@ -385,9 +387,10 @@ def disagreement(row: Row) -> str | None:
 def describe(name: str, training: Training, args: argparse.Namespace) -> str:
     """One line about a preset."""
     mask = training.batch["attention_mask"]
+    size = f"{training.size / 1e9:.2f} B" if training.size > 1e8 else f"{training.size / 1e6:.1f} M"
     checkpointing = ", gradient checkpointing" if args.gradient_checkpointing else ""
     return (
-        f"\n{name}: {PRESETS[name].family} shape of {training.size / 1e9:.2f} B parameters, {mask.shape[0]} x {mask.shape[1]} tokens, "
+        f"\n{name}: {PRESETS[name].family} shape of {size} parameters, {mask.shape[0]} x {mask.shape[1]} tokens, "
         f"{int(mask.sum())} of them real, bf16, AdamW{checkpointing}; {args.turns} turns of {args.steps} timed steps"
     )
 

@@ -61,7 +61,7 @@ def _how_to_build() -> str:
         )
     return (
         "run `hf-flash2 build`, or reinstall hf_flash2 on a machine with a C++ compiler and without HF_FLASH2_SKIP_CUDA: "
-        "`pip install --no-cache-dir --force-reinstall --no-deps`, as pip keeps the wheel that it made without"
+        "`pip install --no-cache-dir --force-reinstall --no-deps` what it came from; pip may have kept the wheel that it made without"
     )
 
 

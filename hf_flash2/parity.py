@@ -32,13 +32,13 @@ SLIDING_WINDOW = 17
 MIN_SEQLEN = 16
 
 _SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=2, initializer_range=INITIALIZER_RANGE),
-    "mistral": lambda: MistralConfig(
+CONFIGS = {  # for sequences of `seqlen` tokens
+    "llama": lambda seqlen: LlamaConfig(**_SHAPE, num_key_value_heads=2, initializer_range=INITIALIZER_RANGE),
+    "mistral": lambda seqlen: MistralConfig(
         **_SHAPE, num_key_value_heads=1, sliding_window=SLIDING_WINDOW, initializer_range=INITIALIZER_RANGE
     ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCABULARY, n_embd=128, n_layer=LAYERS, n_head=4, n_positions=4096, initializer_range=INITIALIZER_RANGE,
+    "gpt2": lambda seqlen: GPT2Config(
+        vocab_size=VOCABULARY, n_embd=128, n_layer=LAYERS, n_head=4, n_positions=seqlen, initializer_range=INITIALIZER_RANGE,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
     ),
 }  # fmt: skip
@@ -182,12 +182,12 @@ def run(args: argparse.Namespace) -> int:
 def measure(model: str, dtype: torch.dtype, padding: str, device: str = "cpu", seqlen: int = 96, seed: int = 0) -> Parity:
     """Run one random model three times: in float64, eager in `dtype`, hf_flash2 in `dtype`."""
     torch.manual_seed(seed)
-    weights = {name: weight.to(dtype) for name, weight in build(model, torch.float32, "eager", "cpu").state_dict().items()}
+    weights = {name: weight.to(dtype) for name, weight in build(model, torch.float32, "eager", "cpu", seqlen).state_dict().items()}
     batch = make_batch(padding, seqlen, seed)
     cotangent = torch.randn(int(batch.real.sum()), VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
     def results(dtype: torch.dtype, implementation: str) -> dict[str, torch.Tensor]:
-        instance = build(model, dtype, implementation, device)
+        instance = build(model, dtype, implementation, device, seqlen)
         instance.load_state_dict(weights)
         return logits_and_gradients(instance, batch, cotangent)
 
@@ -207,10 +207,10 @@ def measure(model: str, dtype: torch.dtype, padding: str, device: str = "cpu", s
     )
 
 
-def build(model: str, dtype: torch.dtype, implementation: str, device: str) -> torch.nn.Module:
+def build(model: str, dtype: torch.dtype, implementation: str, device: str, seqlen: int) -> torch.nn.Module:
     """A small random model. Made in its dtype rather than cast to it, so that buffers which belong in float32 stay there."""
     with default_dtype(dtype):
-        config: PretrainedConfig = CONFIGS[model]()
+        config: PretrainedConfig = CONFIGS[model](seqlen)
         return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(device).eval()
 
 

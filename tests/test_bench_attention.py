@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_flash2 import bench_attention as bench
 from hf_flash2 import bench_points, bench_providers, cli, kernels, native, ops
-from hf_flash2.bench_shared import ragged_lengths, read_csv, write_csv
+from hf_flash2.bench_shared import ragged_lengths, read_csv, reason_not_writable, write_csv
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -630,6 +630,7 @@ def test_a_csv_is_drawn_again_without_a_gpu(tmp_path, capsys, monkeypatch):
         (lambda text: text.replace(",64,", ",many,", 1), "many"),
         (lambda text: text[: text.rindex(",0.30002,")], "line 5 is cut short"),
         (lambda text: text.splitlines()[0], "it has no lines"),
+        (lambda text: text.replace(",ragged,", ",square,"), "its shapes must be among papers, gqa"),
         (None, "No such file"),
     ],
 )
@@ -671,10 +672,45 @@ def test_plot(tmp_path, shapes):
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_single_point_is_not_plotted(tmp_path):
+def test_a_single_point_is_not_plotted(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit, match="at least two points"):
+    with pytest.raises(ValueError, match="at least two points"):
         bench.plot(tmp_path / "b.png", measured(dense_point()), ENVIRONMENT)
+    args = parse("--shapes", "papers", "small", "--seqlen", "256", "--plot", str(tmp_path / "b.png"))
+    assert bench.benchmark(args, [], torch.device("cpu"), clock=None) == 2  # before anything is timed
+    assert "at least two points" in capsys.readouterr().err
+
+
+def test_figures_have_a_color_of_their_own_for_each_implementation():
+    providers = bench_providers.all_providers(["sm80", "sm90"], with_eager=True, with_deterministic=True)
+    for kind in {kind for provider in providers for kind in provider.kinds}:
+        names = [provider.name for provider in providers if kind in provider.kinds]
+        assert len({bench.COLORS[name] for name in names}) == len(names), kind
+
+
+@pytest.mark.parametrize(
+    ("paths", "reason"),
+    [
+        (["new/a.csv", "a.png", None], None),
+        (["a.csv", "b.png", "a.csv"], "a.csv cannot be written: it is asked for twice"),
+        (["."], "cannot be written: Is a directory"),
+        (["file/a.csv"], "file is no folder"),
+    ],
+)
+def test_files_that_cannot_be_written_are_found_first(paths, reason, tmp_path):
+    (tmp_path / "file").touch()
+    found = reason_not_writable(*(path and tmp_path / path for path in paths))
+    assert found is None if reason is None else reason in found
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["file"]
+
+
+@pytest.mark.parametrize("command", [["attention"], ["train", "--arms", "sdpa"], ["attention", "--from-csv", "b.csv"]])
+def test_nothing_is_measured_for_files_that_cannot_be_written(command, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
+    assert cli.main(["bench", *command, "--plot", "b.csv/f.png"]) == 2
+    assert "b.csv/f.png cannot be written: b.csv is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
