@@ -22,7 +22,8 @@ Shared by all functions below:
 * softcap: scores are capped, softcap * tanh(score * softmax_scale / softcap), before any mask, as in Gemma 2; 0.0 caps nothing.
 * alibi_slopes, block_table: accepted for flash-attn's signature, refused with ValueError when set. `kvcache` has a cache in pages.
 * return_attn_probs: return (out, softmax_lse, None) instead of out. softmax_lse is float32, natural log. (flash-attn's third value, the
-  dropped probabilities, exists for its tests only.)
+  dropped probabilities, exists for its tests only.) On CUDA gradients are made from it, as in every FlashAttention: where it is huge, they
+  are off by up to |softmax_lse| * 1e-7, relatively. Scores beyond 1e9 are more than the kernels' float32 holds apart.
 
 Math: Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, arXiv 2307.08691.
 """
