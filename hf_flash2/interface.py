@@ -27,6 +27,7 @@ from .masks import (
     attach,
     band,
     holds_documents,
+    is_certainly_ours,
     leaves_window_to_mask,
     window_of,
 )
@@ -156,6 +157,9 @@ def attend(
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
     known = getattr(attention_mask, ATTRIBUTE, None)
+    if known is None and attention_mask is not None and is_certainly_ours(attention_mask, k.shape[1]):  # which has lost its attribute
+        known = Sequences.read(attention_mask, q.shape[1], k.shape[1])
+        attach(attention_mask, known)
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         causal = known.causal
         attention_mask = None if known.whole else attention_mask
@@ -362,6 +366,8 @@ def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Ten
     if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.is_meta:
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
+        return None
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:  # they are of the queries alone
         return None
     version = context_parallel.version_of(position_ids)
     known: _LookedAt | None = _positions.get(position_ids)

@@ -24,12 +24,15 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
 # copy and save it:
 #   bool  [B, Sk]         True = a real key; the queries are the last columns
-#   uint8 [B, 2 * Sk]     static cache: real keys | columns before the first query
-#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document
+#   int16 [B, Sk]         the same, where layers may take what the mask is of for something else: a code in place of True, see _CODES
+#   uint8 [B, 2 * Sk]     static cache, causal: real keys | columns before the first query
+#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document; likewise with the code
 #   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
-# An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again. A model may hand
-# its mask to a decoder that asks for one again: then Transformers makes bool of two dimensions, which the first two forms survive.
+# An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again; what detaches or
+# copies a mask loses it (reentrant checkpointing). A model may hand its mask to a decoder that asks for one again: then Transformers makes
+# bool of two dimensions, which the first three forms survive.
 ATTRIBUTE = "_hf_flash2"
+_CODES = {2: True, 3: False}  # what the mask is of: causal
 MAYBE_DOCUMENTS = (
     "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
@@ -84,13 +87,13 @@ class Sequences:
                 )
             return attached
         if holds_documents(mask):
-            return cls(mask[:, 0].bool(), 0, mask[:, 1].bool())
+            return cls(mask[:, 0].bool(), 0, mask[:, 1].bool(), _coded(mask))
         width = mask.shape[1]
-        if mask.dtype == torch.uint8 and width == 2 * seqlen_k:
+        if _is_of_static_cache(mask, seqlen_k):
             planes = mask.unflatten(1, (2, seqlen_k)).bool()
-            return cls(planes[:, 0], planes[0, 1].sum())
+            return cls(planes[:, 0], planes[0, 1].sum(), causal=True)
         if width >= seqlen_k:  # a sliding cache holds the last columns
-            return cls(mask[:, width - seqlen_k :].bool())
+            return cls(mask[:, width - seqlen_k :].bool(), causal=_coded(mask) if mask.dtype == torch.int16 else None)
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
 
     def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
@@ -192,28 +195,49 @@ def hf_flash2_mask(
         numbers = pattern.documents.expand(batch_size, -1)
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
         real = torch.ones_like(starts)
-        return attach(torch.stack((real, starts), 1).to(torch.uint8), Sequences(real, 0, starts, pattern.causal))
+        agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
+        mask = torch.stack((real, starts), 1).to(torch.uint8) * (1 if agree else _code(pattern.causal))
+        return attach(mask, Sequences(real, 0, starts, pattern.causal))
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
-    whole = attention_mask is None and not empty_slots
-    if whole and _layers_agree(type(kwargs.get("config")), pattern.causal):
+    whole, agree = attention_mask is None and not empty_slots, _layers_agree(type(kwargs.get("config")), pattern.causal)
+    if whole and agree:
         return None
     if attention_mask is None:
         key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
-        return attach(key_mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
+        mask = key_mask if agree else key_mask.to(torch.int16) * _code(pattern.causal)
+        return attach(mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
     mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
     return attach(mask, Sequences(key_mask, q_offset, causal=pattern.causal))
 
 
+def is_certainly_ours(mask: torch.Tensor, seqlen_k: int) -> bool:
+    """Whether nobody but the mask function makes such: it is neither the first nor the last of the forms listed above `ATTRIBUTE`."""
+    return mask.dtype == torch.int16 or holds_documents(mask) or _is_of_static_cache(mask, seqlen_k)
+
+
+def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
+    return mask.dtype == torch.uint8 and mask.dim() == 2 and mask.shape[1] == 2 * seqlen_k
+
+
 def holds_documents(mask: torch.Tensor) -> bool:
     """Whether it is the third of the forms listed above `ATTRIBUTE`."""
     return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
+
+
+def _code(causal: bool) -> int:
+    return next(code for code, meaning in _CODES.items() if meaning == causal)
+
+
+def _coded(mask: torch.Tensor) -> bool | None:
+    """What a mask with a code is of, None where it has none. Synchronises with the host; while compiling nobody knows."""
+    return None if torch.compiler.is_compiling() else _CODES.get(int(mask.max()))
 
 
 def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
@@ -253,8 +277,16 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
         return _Pattern(causal=False)
     if kwargs.get("use_vmap"):
         return _Pattern(_CUSTOM_PATTERN)
+    config = kwargs.get("config")
     if attention_mask is None and q_length == kv_length:
-        return _Pattern(MAYBE_DOCUMENTS)
+        # Only of what layers do by themselves; before torch 2.13 nobody knows of blocks of images that see each other.
+        in_the_mask_alone = (
+            getattr(mask_function, "__name__", None) == "or_mask"
+            or getattr(config, "use_bidirectional_attention", False)
+            or getattr(config, "is_causal", True) is False
+            or (kwargs.get("local_size") is not None and not _hands_on_its_window(type(config)))
+        )
+        return _Pattern(_CUSTOM_PATTERN if in_the_mask_alone else MAYBE_DOCUMENTS)
     sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
     # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
     # which no overlay concerns.
@@ -264,8 +296,9 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     config_class = type(kwargs["config"])
     if "allow_is_bidirectional_skip" in kwargs:
         return _Pattern(causal=False) if _adds_the_token_itself(config_class) else _Pattern(_ONE_SHORT)
-    sees_all = kwargs["local_size"] >= kv_offset + kv_length
-    return _Pattern() if sees_all or _hands_on_its_window(config_class) else _Pattern(UNSAID_WINDOW)
+    # The source first: a comparison of lengths binds what is exported to one side of it.
+    hands_on = _hands_on_its_window(config_class) or kwargs["local_size"] >= kv_offset + kv_length
+    return _Pattern() if hands_on else _Pattern(UNSAID_WINDOW)
 
 
 def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
@@ -278,11 +311,11 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
         case "bidirectional_mask_function":
             return _Pattern(causal=False)
         case "sliding_window_overlay":
-            sees_all = closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if sees_all or _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
+            hands_on = _hands_on_its_window(type(config)) or closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if hands_on else _Pattern(UNSAID_WINDOW)
         case "sliding_window_bidirectional_overlay":
-            sees_all = closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if sees_all or _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
+            fits = _adds_the_token_itself(type(config)) or closed_over["sliding_window"] >= keys_end
+            return _Pattern(causal=False) if fits else _Pattern(_ONE_SHORT)
         case "and_masks":
             parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
             return _Pattern(

@@ -82,6 +82,54 @@ def test_the_mask_knows_what_is_causal_without_padding_too(family, patched, devi
     tiny.assert_as_exact_as_eager(*map(in_two, models))
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its configs do not say this")
+@pytest.mark.parametrize("family", CONTRADICTIONS)
+def test_a_copy_of_the_mask_knows_what_is_causal(family, device):
+    """As reentrant checkpointing hands it to the layers once more, and accelerate moves it to another GPU: without attributes."""
+    ours, eager = tiny.twins(family, device, DTYPES[0], **CONTRADICTIONS[family])
+
+    def copy_mask(layer, args, kwargs):
+        mask = kwargs["attention_mask"]
+        return args, kwargs | {"attention_mask": None if mask is None else mask.clone()}
+
+    for layer in ours.model.layers:
+        layer.self_attn.register_forward_pre_hook(copy_mask, with_kwargs=True)
+    models = ours, eager, tiny.eager_in_float32(eager)
+    ids = tiny.tokens(device)
+    for padding in ("dense", "left", "right", "holes"):
+        mask = tiny.attention_mask(padding, device)
+        kept = tiny.real(mask, ids)
+        tiny.assert_as_exact_as_eager(*(logits(model, input_ids=ids, attention_mask=mask)[kept] for model in models))
+    position_ids = torch.cat([torch.arange(5), torch.arange(SEQLEN - 5)]).to(device)[None]
+    packed = {"input_ids": ids[:1], "position_ids": position_ids, "use_cache": False}
+    tiny.assert_as_exact_as_eager(*(logits(model, **packed) for model in models))
+
+    def in_a_static_cache(model) -> torch.Tensor:
+        cache = StaticCache(model.config, max_cache_len=SEQLEN + 4)
+        with torch.no_grad():
+            model(input_ids=ids[:, :7], past_key_values=cache)
+            return model(input_ids=ids[:, 7:], past_key_values=cache).logits
+
+    tiny.assert_as_exact_as_eager(*map(in_a_static_cache, models))
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="uses the models of Transformers 5")
+def test_positions_of_queries_say_nothing_of_an_encoder(device):
+    """BERT's decoder hands them to its cross-attention, too: of as many encoder tokens as queries, or of one more that is padding."""
+    config = {"is_decoder": True, "add_cross_attention": True}
+    ours = transformers.BertLMHeadModel._from_config(tiny.config("bert", **config), attn_implementation="hf_flash2")
+    ours = ours.to(device, DTYPES[0]).eval()
+    ids = tiny.tokens(device, 1)
+    encoded = torch.randn(1, SEQLEN + 1, ours.config.hidden_size, device=device).to(DTYPES[0])
+    position_ids = torch.cat([torch.arange(5), torch.arange(SEQLEN - 5)]).to(device)[None]
+    packed = {"input_ids": ids, "position_ids": position_ids, "use_cache": False}
+    visible = torch.ones(1, SEQLEN + 1, dtype=torch.long, device=device)
+    visible[:, -1] = 0
+    as_long = logits(ours, **packed, encoder_hidden_states=encoded[:, :-1])
+    longer = logits(ours, **packed, encoder_hidden_states=encoded, encoder_attention_mask=visible)
+    torch.testing.assert_close(as_long, longer, atol=1e-4 if DTYPES[0] == torch.float32 else 0.1, rtol=0)
+
+
 def test_latent_attention_hands_over_v_as_it_is(device, monkeypatch):
     """Of 16 columns beside 24 of q and k: nobody pads them."""
     shapes = []

@@ -109,6 +109,20 @@ def test_documents_with_the_kwargs_use_the_kernel(device, notices):
     assert notices() == []
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="uses the models of Transformers 5")
+@pytest.mark.parametrize(("family", "overrides"), [("qwen2_moe", {}), ("gemma2", {"use_bidirectional_attention": True})])
+def test_documents_whose_layers_leave_something_to_the_mask(family, overrides, device, notices):
+    """A window that layers do not hand on, what is causal against their word: then the mask counts beside cu_seq_lens."""
+    batch = documents(device, flash_kwargs=True)
+    del batch["labels"]
+    ours, eager = tiny.twins(family, device, DTYPE, **overrides)
+    found = logits(torch.compile(ours, backend="aot_eager", fullgraph=True), **batch, use_cache=False)
+    plain = {name: batch[name] for name in ("input_ids", "position_ids")}
+    expected, truth = (logits(model, **plain, use_cache=False) for model in (eager, tiny.eager_in_float32(eager)))
+    tiny.assert_as_exact_as_eager(found, expected, truth)
+    assert len(notices()) == 1
+
+
 def test_gradients_of_a_padded_model(device):
     ours, eager = tiny.twins("llama", device, DTYPE)
     mask = tiny.attention_mask("holes", device)
