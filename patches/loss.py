@@ -5,6 +5,9 @@ Here the head runs on the rows that have a label only, chunk by chunk. For a pla
 its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -108,18 +111,65 @@ def chunked_cross_entropy(
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
     labels = labels.to(hidden_states.device)
     if is_plain_linear(head, hidden_states):
-        dtype = _product_dtype(hidden_states)
-        fused = cross_entropy.can_fuse(hidden_states.device, dtype)
-        total = _LinearCrossEntropy.apply(hidden_states, head.weight, labels, _chunk_rows(vocabulary * (dtype.itemsize if fused else 4)))
+        total = _sum_of_linear(hidden_states, labels, head.weight, vocabulary)
+    elif _gathers_itself(head):
+        total = _sum_in_one_call(hidden_states, labels, head, vocabulary)
     else:
-        chunk_rows = _chunk_rows(vocabulary * 4)
-        chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
-        total = torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
+        # Of a head in which something gathers its part, all at once: processes have to call it as often as each other.
+        chunk_rows = max(1, labels.shape[0]) if any(map(_is_sharded, head.modules())) else _chunk_rows(vocabulary * 4)
+        total = _sum_of_chunks(hidden_states, labels, head, chunk_rows)
     if num_items_in_batch is None:
         num_items_in_batch = labels.shape[0]
     elif isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def _sum_of_linear(hidden_states: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    dtype = _product_dtype(hidden_states)
+    fused = cross_entropy.can_fuse(hidden_states.device, dtype)
+    return _LinearCrossEntropy.apply(hidden_states, weight, labels, _chunk_rows(vocabulary * (dtype.itemsize if fused else 4)))
+
+
+def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, chunk_rows: int) -> torch.Tensor:
+    chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
+    return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
+
+
+def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, vocabulary: int) -> torch.Tensor:
+    """All chunks inside one call of a head whose hooks, those of FSDP, gather its weights: each process has another number of chunks, and
+    calls have to be as many everywhere."""
+    totals = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        plain = head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
+        sum_up = _sum_of_linear if plain else _sum_of_chunks
+        how = (head.weight, vocabulary) if plain else (partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4))
+        totals.append(sum_up(x, labels, *how))
+        return totals[0]
+
+    head.forward = forward
+    try:
+        head(hidden_states)
+    finally:
+        del head.forward
+    return totals[0]  # what the call returns may be rounded, as logits are
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether each call of the module gathers its weights from other processes."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return isinstance(module, (FSDPModule, FullyShardedDataParallel))
+
+
+def _gathers_itself(head: nn.Module) -> bool:
+    """Whether the head is a linear layer that fully_shard has made a unit of its own, with no hooks but those of FSDP."""
+    hooks = [len(x) for x in (head._forward_pre_hooks, head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)]
+    is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
+    return is_linear and hooks == [1, 1, 0, 0] and _is_sharded(head)
 
 
 def _chunk_rows(row_bytes: int) -> int:
@@ -142,11 +192,18 @@ def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
         and "forward" not in head.__dict__  # as accelerate's hooks put it
         and not any(hooks)
         and type(head.weight) in (nn.Parameter, torch.Tensor)
-        and head.weight.device == hidden_states.device
+        and _gives_its_gradient(hidden_states, head.weight)
+    )
+
+
+def _gives_its_gradient(hidden_states: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether gradients can be computed along with the loss."""
+    return (
+        weight.device == hidden_states.device
         and torch.is_grad_enabled()
-        and (head.weight.requires_grad or hidden_states.requires_grad)
-        and torch.float16 not in (head.weight.dtype, _product_dtype(hidden_states))
-        and (torch.is_autocast_enabled(hidden_states.device.type) or head.weight.dtype == hidden_states.dtype)
+        and (weight.requires_grad or hidden_states.requires_grad)
+        and torch.float16 not in (weight.dtype, _product_dtype(hidden_states))
+        and (torch.is_autocast_enabled(hidden_states.device.type) or weight.dtype == hidden_states.dtype)
     )
 
 
@@ -225,6 +282,6 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable) -> torch.Tensor:
     logits = head(hidden_states)
     return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="sum")

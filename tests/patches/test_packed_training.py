@@ -10,6 +10,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from hf_flash2.patches import loss as packed_loss
 from tiny_models import VERSION
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,6 +71,47 @@ def distributed_rank(rank: int, folder: str) -> None:
         assert set(report.calls.values()) == {STEPS}
         if packed:
             assert report.forwards == {"packed": STEPS} and "in chunks" in report.loss
+
+
+def test_two_processes_whose_head_gathers_its_weights(tmp_path):
+    """Sharded apart from the decoder: each process has another number of chunks of labels, and all call the head as often."""
+    ranks.run("test_packed_training", "rank_with_sharded_head", tmp_path)
+
+
+def rank_with_sharded_head(rank: int, folder: str) -> None:
+    def batch(rank: int) -> dict[str, torch.Tensor]:
+        inputs = ragged(3)
+        if rank == 1:  # a few labels, so one chunk
+            inputs["labels"] = inputs["labels"].masked_fill(torch.arange(inputs["labels"].shape[1]) > 2, -100)
+        return inputs
+
+    packed_loss.CHUNK_BYTES = 4 * 61 * 5  # five rows
+    plain = small_models.model("llama").train()
+    eager = copy.deepcopy(plain)
+    loss = sum(eager(**batch(r)).loss for r in range(2)) / 2
+    loss.backward()
+    for wrapped_head, bias in itertools.product((False, True), (False, True)):
+        model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
+        if bias:
+            for each in (model, expected):
+                each.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
+        wanted = sum(expected(**batch(r)).loss for r in range(2)) / 2
+        wanted.backward()
+        hf_flash2.patch(model, packed=True)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model.lm_head, mesh=mesh)
+        if wrapped_head:  # hooks of somebody else
+            model.lm_head.register_forward_hook(lambda module, args, output: output)
+        fully_shard(model, mesh=mesh)
+        found = model(**batch(rank)).loss
+        found.backward()
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / 2, wanted.detach(), rtol=1e-5, atol=0)
+        for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def ddp(model):
