@@ -76,7 +76,9 @@ class PackingCollator:
     Under context parallelism max_length has to be a multiple of twice the processes; the cu_seq_lens stay those of whole rows.
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
     looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
-    hf_flash2 needs no such care. torch.nn.DataParallel cannot divide these batches: start a process for each GPU.
+    hf_flash2 needs no such care. torch.nn.DataParallel cannot divide these batches: start a process for each GPU. Nor can accelerate, which
+    divides what one process reads of an iterable dataset: Trainer needs accelerator_config={"dispatch_batches": False} for that. Adapters
+    that put tokens of their own before the others (PEFT's prompt, prefix and p-tuning) need padded batches.
 
     Raises:
         ValueError: no tokens, no input_ids, lengths that differ, or an example that is too long, with its place in the batch.
@@ -93,6 +95,8 @@ class PackingCollator:
             raise ValueError("truncate=True needs a max_length to cut to, got max_length=None")
         if self.max_length is not None and _integer(self.max_length, "max_length") < 1:
             raise ValueError(f"max_length must be at least 1, or None for one row of any length, got {self.max_length}")
+        for name in ("pad_token_id", "ignore_index"):  # a tokenizer may have no pad_token_id: any token will do, the loss leaves it out
+            _integer(getattr(self, name), name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
         odd = examples if isinstance(examples, Mapping) else next((example for example in examples if not hasattr(example, "get")), None)
@@ -188,7 +192,7 @@ class PackingBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.lengths = _integers(lengths, "lengths").tolist()
-        max_tokens, window = _integer(max_tokens, "max_tokens"), _integer(window, "window")
+        max_tokens, window, seed = _integer(max_tokens, "max_tokens"), _integer(window, "window"), _integer(seed, "seed")
         for index, length in enumerate(self.lengths):
             if not 1 <= length <= max_tokens:
                 remedy = "leave empty examples out" if length < 1 else "truncate or split it while tokenising, or raise max_tokens"
@@ -239,9 +243,11 @@ class PackingBatchSampler(Sampler[list[int]]):
 
 def _integer(value: Any, name: str) -> int:
     try:
-        return operator.index(value)
-    except TypeError as error:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from error
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be an integer, got {value!r}")
 
 
 def _integers(values: Any, name: str) -> torch.Tensor:

@@ -327,6 +327,11 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
                     f"{first} to {end}; start a process for each GPU (torchrun, accelerate launch), or show this one a single GPU "
                     "(CUDA_VISIBLE_DEVICES)"
                 )
+    if cu_seqlens_q is cu_seqlens_k and q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k are one tensor, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
+            f"in each of {q.shape[0]} rows; an adapter with keys of its own before the others (PEFT's prefix tuning) needs padded batches"
+        )
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     return Documents(
         cu_seqlens_q.to(torch.int32),

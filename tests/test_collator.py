@@ -155,12 +155,17 @@ def test_errors_say_which_example(batch, message):
         PackingCollator()(batch)
 
 
-@pytest.mark.parametrize("value", [4.5, 8.0, "8", None])
+@pytest.mark.parametrize("value", [4.5, 8.0, "8", None, True])
 def test_capacities_are_integers(value):
     with pytest.raises(ValueError, match=f"^capacity must be an integer, got {value!r}"):
         first_fit([1, 2], value)
     with pytest.raises(ValueError, match=f"^max_tokens must be an integer, got {value!r}"):
         PackingBatchSampler([1, 2], value)
+    for name in ("pad_token_id", "ignore_index"):  # as tokenizers have no pad_token_id
+        with pytest.raises(ValueError, match=f"^{name} must be an integer, got {value!r}"):
+            PackingCollator(8, **{name: value})
+    with pytest.raises(ValueError, match=f"^seed must be an integer, got {value!r}"):
+        PackingBatchSampler([1, 2], 8, seed=value)
     if value is not None:
         with pytest.raises(ValueError, match=f"^max_length must be an integer, got {value!r}"):
             PackingCollator(value)
@@ -172,6 +177,18 @@ def test_integers_of_any_type_are_capacities():
     for eight in (np.int64(8), torch.tensor(8)):
         assert first_fit([8, 1], eight) == [[0], [1]] and list(PackingBatchSampler([8], eight)) == [[0]]
         assert PackingCollator(eight)(examples([3]))["input_ids"].shape == (1, 8)
+
+
+def test_masks_of_any_number_and_batches_in_an_order_of_their_own():
+    packed = PackingCollator()([{"input_ids": [5, 6, 7], "attention_mask": [2, 0, -1]}])
+    assert packed["input_ids"].tolist() == [[5, 7]]
+    orders = set()
+    for seed, epoch in ((0, 0), (0, 1), (5, 0)):  # of full batches, one example each
+        sampler = PackingBatchSampler([8] * 9, 8, seed=seed, window=1)
+        sampler.set_epoch(epoch)
+        orders.add(tuple(index for batch in sampler for index in batch))
+    assert len(orders) == 3
+    assert PackingBatchSampler([], 8).fill == 0
 
 
 def test_settings_that_cannot_be():

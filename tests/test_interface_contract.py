@@ -733,6 +733,14 @@ def test_documents_travel_in_the_mask(lost, device):
     assert calls[layer] == ["documents"]
 
 
+def test_documents_of_queries_are_not_those_of_more_keys(device):
+    """As PEFT's prefix tuning makes them of a packed batch."""
+    q, k, v = qkv(device, batch=1, seqlen_q=5)
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=f"5 queries and {SEQLEN} keys .* prefix tuning.* needs padded batches"):
+        attention(Layer(), q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=3, max_length_k=3)
+
+
 @pytest.mark.parametrize("numbers", ["beside padding", "that come back"])
 def test_documents_that_somebody_else_lays_over_a_mask(numbers, notices, device):
     """Only where Transformers has found them itself is nothing padded, and every number in one place."""

@@ -105,6 +105,29 @@ def test_logits_and_hidden_states_come_out_padded(family, padding):
         assert not output.hidden_states[-1][~real].any()
 
 
+def test_ways_that_a_forward_may_be_called():
+    """Without a token, with types of tokens, for a tuple: as eager, and packed or not as the report says."""
+    eager, model, report = twins("gpt2")
+    eager.eval(), model.eval()
+    inputs = batch("right") | {"use_cache": False}
+    real = inputs["attention_mask"].bool()
+    types = torch.randint(0, VOCABULARY, real.shape)
+    calls = {
+        "types": ({"token_type_ids": types}, "packed"),
+        "a tuple": ({"return_dict": False}, "packed"),
+        "nothing": ({"attention_mask": torch.zeros_like(inputs["attention_mask"])}, "without a token"),
+    }
+    for name, (more, route) in calls.items():
+        before = dict(report.forwards)
+        with torch.no_grad():
+            expected, output = (x.transformer(**inputs | more)[0] for x in (eager, model))
+        if name != "nothing":
+            torch.testing.assert_close(output[real], expected[real], rtol=0, atol=1e-4, msg=name)
+        (taken,) = [key for key, count in report.forwards.items() if count != before.get(key, 0)]
+        assert route in taken, (name, taken)
+        assert isinstance(model.transformer(**inputs | more), tuple) == (name == "a tuple")
+
+
 def test_several_hidden_states_of_a_layer_come_out_padded():
     """Gemma 3n has four predictions of each."""
     if not hasattr(transformers, "Gemma3nForCausalLM"):
