@@ -1,6 +1,7 @@
 """verify: the comparison of a model on hf_flash2 and on eager attention, and that it finds what it is there to find."""
 
 import copy
+import dataclasses
 
 import pytest
 import small_models
@@ -39,6 +40,26 @@ def test_bfloat16_is_compared_with_float32():
     assert comparison.ok, comparison
     assert (comparison.dtype, comparison.reference_dtype) == (torch.bfloat16, torch.float32)
     assert comparison.eager_mean_error > 1e-3
+
+
+def test_either_error_alone_is_too_much():
+    comparison = hf_flash2.verify(small_models.model("llama"), small_models.batch("left"))
+    for name in ("max_error", "mean_error"):
+        wrong = dataclasses.replace(comparison, **{name: 20 * getattr(comparison, f"eager_{name}")})
+        assert not wrong.ok and wrong.verdict.startswith("wrong: ")
+
+
+def test_a_packed_model_is_held_against_one_that_is_not(monkeypatch):
+    """All of its forwards are packed, none of eager's: what is wrong with packing shows."""
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model, packed=True)
+    inputs = small_models.batch("right")
+    assert hf_flash2.verify(model, inputs).ok and set(report.forwards) == {"packed"}
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert hf_flash2.verify(model, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}).ok
+    pad = patches.packed.Packing.pad
+    monkeypatch.setattr(patches.packed.Packing, "pad", lambda self, x: 1.01 * pad(self, x))
+    assert not hf_flash2.verify(model, inputs).ok
 
 
 def test_the_model_is_afterwards_as_it_was():
