@@ -85,33 +85,32 @@ def rank_with_sharded_head(rank: int, folder: str) -> None:
             inputs["labels"] = inputs["labels"].masked_fill(torch.arange(inputs["labels"].shape[1]) > 2, -100)
         return inputs
 
-    packed_loss.CHUNK_BYTES = 4 * 61 * 5  # five rows
-    plain = small_models.model("llama").train()
-    eager = copy.deepcopy(plain)
-    loss = sum(eager(**batch(r)).loss for r in range(2)) / 2
-    loss.backward()
-    for wrapped_head, bias in itertools.product((False, True), (False, True)):
-        model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
-        if bias:
-            for each in (model, expected):
-                each.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
-        wanted = sum(expected(**batch(r)).loss for r in range(2)) / 2
-        wanted.backward()
-        hf_flash2.patch(model, packed=True)
+    def sharded(model, hooked: bool):
         mesh = init_device_mesh("cpu", (2,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model.lm_head, mesh=mesh)
-        if wrapped_head:  # hooks of somebody else
+        if hooked:  # by somebody else
             model.lm_head.register_forward_hook(lambda module, args, output: output)
-        fully_shard(model, mesh=mesh)
-        found = model(**batch(rank)).loss
-        found.backward()
-        mean = found.detach().clone()
-        dist.all_reduce(mean)
-        torch.testing.assert_close(mean / 2, wanted.detach(), rtol=1e-5, atol=0)
-        for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        return fully_shard(model, mesh=mesh)
+
+    packed_loss.CHUNK_BYTES = 4 * 61 * 5  # five rows
+    for hooked, bias in itertools.product((False, True), (False, True)):
+        eager = small_models.model("llama").train()
+        if bias:
+            eager.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
+        packed = copy.deepcopy(eager)
+        hf_flash2.patch(packed, packed=True)
+        losses = []
+        for model in (sharded(eager, hooked), sharded(packed, hooked)):
+            loss = model(**batch(rank)).loss
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+        # NOTE: against eager's as they are sharded, too: torch 2.8 adds gradients up where others take their mean.
+        for (name, ours), theirs in zip(packed.named_parameters(), eager.parameters(), strict=True):
+            close = torch.allclose(ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-4, atol=2e-6)
+            assert close, f"{name}, hooked {hooked}, bias {bias}"
 
 
 def ddp(model):
