@@ -24,7 +24,7 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
 # copy and save it:
 #   bool  [B, Sk]         True = a real key; the queries are the last columns
-#   int16 [B, Sk]         the same, where layers may take what the mask is of for something else: a code in place of True, see _CODES
+#   int16 [B, Sk]         the same, where layers may take what the mask is of for something else: a code for True, _CAUSAL or another
 #   uint8 [B, 2 * Sk]     static cache, causal: real keys | columns before the first query
 #   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document; likewise with the code
 #   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
@@ -32,7 +32,7 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # copies a mask loses it (reentrant checkpointing). A model may hand its mask to a decoder that asks for one again: then Transformers makes
 # bool of two dimensions, which the first three forms survive.
 ATTRIBUTE = "_hf_flash2"
-_CODES = {2: True, 3: False}  # what the mask is of: causal
+_CAUSAL, _BIDIRECTIONAL = 2, 3  # the codes
 MAYBE_DOCUMENTS = (
     "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
@@ -191,17 +191,18 @@ def hf_flash2_mask(
             **queries, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )  # fmt: skip
         return attach(mask, pattern.reason)
+    agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
+    real_key = 1 if agree else _CAUSAL if pattern.causal else _BIDIRECTIONAL
     if pattern.documents is not None:
         numbers = pattern.documents.expand(batch_size, -1)
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
         real = torch.ones_like(starts)
-        agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
-        mask = torch.stack((real, starts), 1).to(torch.uint8) * (1 if agree else _code(pattern.causal))
+        mask = torch.stack((real, starts), 1).to(torch.uint8) * real_key
         return attach(mask, Sequences(real, 0, starts, pattern.causal))
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
-    whole, agree = attention_mask is None and not empty_slots, _layers_agree(type(kwargs.get("config")), pattern.causal)
+    whole = attention_mask is None and not empty_slots
     if whole and agree:
         return None
     if attention_mask is None:
@@ -209,7 +210,7 @@ def hf_flash2_mask(
     else:
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
-        mask = key_mask if agree else key_mask.to(torch.int16) * _code(pattern.causal)
+        mask = key_mask if agree else key_mask.to(torch.int16) * real_key
         return attach(mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
@@ -227,17 +228,13 @@ def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
 
 
 def holds_documents(mask: torch.Tensor) -> bool:
-    """Whether it is the third of the forms listed above `ATTRIBUTE`."""
+    """Whether it is the form for documents listed above `ATTRIBUTE`."""
     return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
 
 
-def _code(causal: bool) -> int:
-    return next(code for code, meaning in _CODES.items() if meaning == causal)
-
-
 def _coded(mask: torch.Tensor) -> bool | None:
-    """What a mask with a code is of, None where it has none. Synchronises with the host; while compiling nobody knows."""
-    return None if torch.compiler.is_compiling() else _CODES.get(int(mask.max()))
+    """Whether a mask with a code is causal, None where it has none. Synchronises with the host; while compiling nobody knows."""
+    return None if torch.compiler.is_compiling() else {_CAUSAL: True, _BIDIRECTIONAL: False}.get(int(mask.max()))
 
 
 def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
@@ -287,17 +284,16 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
             or (kwargs.get("local_size") is not None and not _hands_on_its_window(type(config)))
         )
         return _Pattern(_CUSTOM_PATTERN if in_the_mask_alone else MAYBE_DOCUMENTS)
-    sliding = kwargs.get("local_size") is not None and getattr(kwargs.get("config"), "attention_chunk_size", None) is None
+    sliding = kwargs.get("local_size") is not None and getattr(config, "attention_chunk_size", None) is None
     # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
     # which no overlay concerns.
     skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
     if not (sliding and (skips or ("use_vmap" in kwargs and q_length == 1))):
         return _Pattern(_CUSTOM_PATTERN)
-    config_class = type(kwargs["config"])
     if "allow_is_bidirectional_skip" in kwargs:
-        return _Pattern(causal=False) if _adds_the_token_itself(config_class) else _Pattern(_ONE_SHORT)
+        return _Pattern(causal=False) if _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
     # The source first: a comparison of lengths binds what is exported to one side of it.
-    hands_on = _hands_on_its_window(config_class) or kwargs["local_size"] >= kv_offset + kv_length
+    hands_on = _hands_on_its_window(type(config)) or kwargs["local_size"] >= kv_offset + kv_length
     return _Pattern() if hands_on else _Pattern(UNSAID_WINDOW)
 
 

@@ -143,10 +143,12 @@ def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         plain = head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
-        sum_up = _sum_of_linear if plain else _sum_of_chunks
-        how = (head.weight, vocabulary) if plain else (partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4))
-        totals.append(sum_up(x, labels, *how))
-        return totals[0]
+        if plain:
+            total = _sum_of_linear(x, labels, head.weight, vocabulary)
+        else:
+            total = _sum_of_chunks(x, labels, partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4))
+        totals.append(total)
+        return total
 
     head.forward = forward
     try:
