@@ -10,7 +10,6 @@ import resource
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from pathlib import Path
 
 import accelerate
 import peft
@@ -92,7 +91,7 @@ def write_files(args: argparse.Namespace, accelerator: Accelerator, data: dict[s
         "processes": accelerator.num_processes,
         "versions": {module.__name__: module.__version__ for module in (hf_flash2, torch, transformers, peft, accelerate)}
         | {"python": platform.python_version()},
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "settings": {key: value for key, value in vars(args).items() if key != "output_dir"},
         "data": data,
         "runs": [asdict(run) for run in runs],
     }
