@@ -1,4 +1,4 @@
-"""README.md's figures are those of the committed data."""
+"""The figures of README.md and docs/FIGURES.md are those of the committed data."""
 
 import itertools
 import json
@@ -12,16 +12,17 @@ from hf_flash2.bench_shared import read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+FIGURES = (ROOT / "docs/FIGURES.md").read_text()
 DOCS = ROOT / "docs/h200"
 BOTH_DIRECTIONS = pytest.mark.parametrize(("mode", "title"), [("fwd", "Forward: ahead of cuDNN"), ("bwd", "Backward: ahead of cuDNN")])
 
 
-def table_below(title: str) -> list[list[str]]:
-    """The cells of the first table behind a text, its two lines of header aside, without emphasis."""
-    lines = README[README.index(title) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("|")) + 2
-    last = next(i for i, line in enumerate(lines) if i >= first and not line.startswith("|"))
-    return [[cell.strip() for cell in line.strip("|").replace("**", "").split("|")] for line in lines[first:last]]
+def table_below(title: str, text: str = FIGURES) -> list[list[str]]:
+    """The cells of the first table behind a title, its two lines of header aside, without emphasis."""
+    lines = text[text.index(title) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = list(itertools.takewhile(lambda line: line.startswith("|"), lines[first:]))
+    return [[cell.strip() for cell in line.strip("|").replace("**", "").split("|")] for line in table[2:]]
 
 
 @BOTH_DIRECTIONS
@@ -34,6 +35,17 @@ def test_attention_alone(mode, title):
     assert {tuple(cells[:3]): cells[3:] for cells in table_below(title)} == speeds
 
 
+def test_attention_beside_cudnn_in_the_readme():
+    rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
+    tflops = {(row.mode, row.head_dim, row.causal, row.seqlen, row.provider): row.tflops for row in rows}
+    measured = []
+    for mode, head_dim, causal in itertools.product(("fwd", "bwd"), (64, 128, 256), (False, True)):
+        points = [(mode, head_dim, causal, 512 << i) for i in range(6)]
+        words = [{"fwd": "forward", "bwd": "backward"}[mode], str(head_dim), "causal" if causal else "full"]
+        measured.append(words + [f"{tflops[(*point, 'hf_flash2 sm90')]:.0f} / {tflops[(*point, 'sdpa cudnn')]:.0f}" for point in points])
+    assert table_below("**Attention alone**", README) == measured
+
+
 @BOTH_DIRECTIONS
 def test_how_far_ahead(mode, title):
     rows, _ = read_csv(DOCS / "attention.csv", bench_attention.Row)
@@ -42,7 +54,7 @@ def test_how_far_ahead(mode, title):
         wide: [row.percent_of_best_rival - 100 for row in ours if row.percent_of_best_rival >= 100 and (row.head_dim > 128) == wide]
         for wide in (False, True)
     }
-    sentence = README[README.index(title) :].split("\n")[0]
+    sentence = FIGURES[FIGURES.index(title) :].split("\n")[0]
     said = re.match(title + r"( everywhere)?, by (\d+) to (\d+) % at d 64 and 128, by (\d+) to (\d+) % at d 256", sentence)
     everywhere, *numbers = said.groups()
     assert [int(number) for number in numbers] == [round(limit) for wide in (False, True) for limit in (min(ahead[wide]), max(ahead[wide]))]
@@ -62,7 +74,7 @@ def backward_tflops():
 def test_how_far_ahead_of_flash_attention_2():
     tflops = backward_tflops()
     times = [ours / tflops[(*point, "sdpa flash")] for (*point, provider), ours in tflops.items() if provider == "hf_flash2 sm90"]
-    assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in README
+    assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in FIGURES
 
 
 def test_what_deterministic_mode_keeps():
@@ -72,7 +84,7 @@ def test_what_deterministic_mode_keeps():
         if provider == "hf_flash2 sm90 deterministic":
             kept[head_dim > 128].append(100 * ours / tflops[(head_dim, *point, "hf_flash2 sm90")])
     narrow, wide = (f"{min(kept[wide]):.0f} to {max(kept[wide]):.0f} %" for wide in (False, True))
-    assert f"it keeps {narrow} of that speed at d 64 and 128, {wide} at d 256." in README
+    assert f"it keeps {narrow} of that speed at d 64 and 128, {wide} at d 256." in FIGURES
 
 
 def test_beside_flash_attention_4():
@@ -85,16 +97,19 @@ def test_beside_flash_attention_4():
         ahead[mode] += [value - 100 for value in percent]
         words = [{"fwd": "forward", "bwd": "backward"}[mode], str(head_dim), "causal" if causal else "full"]
         measured.append([*words, *(f"{value:.0f}" for value in percent)])
-    assert table_below("FlashAttention-4 (flash-attn-4 4.0.0b36, nvidia-cutlass-dsl 4.8.1) in the same process") == measured
+    assert table_below("## FlashAttention-4") == measured
     forward, backward = (f"{min(ahead[mode]):.0f} to {max(ahead[mode]):.0f} %" for mode in ("fwd", "bwd"))
-    assert f"ahead at every point, by {forward} forward and {backward} backward" in README and min(map(min, ahead.values())) > 0
+    assert min(map(min, ahead.values())) > 0
+    for text in (README, FIGURES):
+        assert f"ahead at every point, by {forward} forward and {backward} backward" in text
 
 
-def test_a_training_step():
+@pytest.mark.parametrize(("text", "title"), [(README, "**A training step**"), (FIGURES, "## A training step")], ids=["README", "FIGURES"])
+def test_a_training_step(text, title):
     read = [row for name in ("train", "train_gemma4") for row in read_csv(DOCS / f"{name}.csv", bench_train.Row)[0]]
     rows = [row for row in read if row.outcome == bench_train.OK]
     measured = [[f"{row.tokens_per_second:,.0f}", f"{row.peak_gib:.1f} GiB", f"{row.step_ms:.0f}"] for row in rows]
-    table = table_below("**A training step**")
+    table = table_below(title, text)
     assert [[re.sub(r" \(.+ ×\)", "", speed), memory, ms] for _, _, speed, memory, ms in table] == measured
     baseline = {row.preset: row.tokens_per_second for row in rows if row.arm == "sdpa"}
     for row, cells in zip(rows, table, strict=True):
@@ -118,7 +133,7 @@ def test_heads_of_512():
         return [speed for (name, *point), speed in speeds.items() if name == "hf_flash2 sm90" and point[:2] == [mode, causal]]
 
     kept = [100 * part for part in times("bwd", "hf_flash2 sm90 deterministic", "hf_flash2 sm90")]
-    bullet = " ".join(README[README.index("- Heads of 512") :].split("\n- ")[0].split())
+    bullet = " ".join(FIGURES[FIGURES.index("- **Heads of 512**") :].split("\n- ")[0].split())
     for claim in (
         f"forward {spread(times('fwd'), '.1f')} times, {spread(tflops('fwd', False), '.0f')} TFLOP/s full at 1k to 16k, "
         f"{spread(tflops('fwd', True), '.0f')} causal",
@@ -129,9 +144,10 @@ def test_heads_of_512():
         assert claim in bullet
 
 
-def test_fine_tuning():
+@pytest.mark.parametrize(("text", "title"), [(README, "**Fine-tuning**"), (FIGURES, "## Fine-tuning")], ids=["README", "FIGURES"])
+def test_fine_tuning(text, title):
     runs = json.loads((DOCS / "finetune_lora.json").read_text())["runs"]
-    assert table_below("**Fine-tuning**") == [
+    assert table_below(title, text) == [
         [run["implementation"].replace("-", " "), f"{run['tokens_per_second']:,.0f}", f"{run['peak_memory_bytes'] / 2**30:.1f} GiB"]
         for run in runs
     ]
@@ -140,16 +156,23 @@ def test_fine_tuning():
 def test_generation():
     lines = [line.split() for line in (DOCS / "generate.txt").read_text().splitlines() if "tokens/s" in line]
     speeds = {(implementation, cache): speed for implementation, cache, _, speed, *_ in lines}
-    assert table_below("**Generation**") == [[name, speeds[name, "static"], speeds[name, "paged"]] for name in ("sdpa", "hf_flash2")]
+    assert table_below("## Generation") == [[name, speeds[name, "static"], speeds[name, "paged"]] for name in ("sdpa", "hf_flash2")]
 
 
 def test_the_gpu_tests_are_those_of_the_record():
     record = json.loads((ROOT / "tests/gpu_run.json").read_text())
     assert f"the tests that ran there, on {record['commit']}:" in README
+    assert f"The tests that ran there, on {record['commit']}:" in FIGURES
     assert record["tests"]["failed"] == 0
 
 
-def test_what_it_links_to_is_there():
-    paths = [path for path in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in path]
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (FIGURES, ROOT / "docs")], ids=["README", "FIGURES"])
+def test_what_it_links_to_is_there(text, folder):
+    paths = [path for path in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in path]
     assert len(paths) > 10
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [path for path in paths if not (folder / path).exists()] == []
+
+
+def test_every_plot_is_shown():
+    shown = {(ROOT / "docs" / path).resolve() for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", FIGURES)}
+    assert shown == set((ROOT / "docs").glob("*/*.png"))
