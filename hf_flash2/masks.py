@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import packing
+from . import packing, tracing
 
 masking_utils: ModuleType | None = None  # of Transformers: registration.py finds it
 
@@ -275,16 +275,18 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     if kwargs.get("use_vmap"):
         return _Pattern(_CUSTOM_PATTERN)
     config = kwargs.get("config")
+    sliding = kwargs.get("local_size") is not None and getattr(config, "attention_chunk_size", None) is None
     if attention_mask is None and q_length == kv_length:
         # Only of what layers do by themselves; before torch 2.13 nobody knows of blocks of images that see each other.
         in_the_mask_alone = (
             getattr(mask_function, "__name__", None) == "or_mask"
             or getattr(config, "use_bidirectional_attention", False)
             or getattr(config, "is_causal", True) is False
-            or (kwargs.get("local_size") is not None and not _hands_on_its_window(type(config)))
+            or (kwargs.get("local_size") is not None and not (sliding and _hands_on_its_window(type(config))))
         )
-        return _Pattern(_CUSTOM_PATTERN if in_the_mask_alone else MAYBE_DOCUMENTS)
-    sliding = kwargs.get("local_size") is not None and getattr(config, "attention_chunk_size", None) is None
+        if in_the_mask_alone:
+            return _Pattern(_CUSTOM_PATTERN)
+        return _Pattern() if tracing.masks_hold_no_documents() else _Pattern(MAYBE_DOCUMENTS)
     # An overlay on the window switches the skips off. So does a static cache; in Transformers 5 (it has use_vmap) only for single tokens,
     # which no overlay concerns.
     skips = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")

@@ -1,0 +1,77 @@
+"""What Dynamo knows of a graph that it traces, and traced code cannot ask: where position_ids come from."""
+
+import operator
+from typing import Any
+
+import torch
+
+# What a mask of Transformers is made of beside the pattern, by the names of the arguments that bring it.
+_OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+_WRITES = {getattr(operator, name) for name in ("setitem", "iadd", "isub", "imul", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")}
+_answers: list[bool] = []
+
+
+def masks_hold_no_documents() -> bool:
+    """While compiling, called by a mask function: whether the mask that Transformers asks for has certainly no documents, nor an overlay.
+
+    So it is where the model itself counts its positions up, from `torch.arange`, or has none. Those that are given may begin anew, and
+    cannot be looked at. False wherever nothing is known, as in a trace that is not Dynamo's.
+    """
+    from torch._dynamo.comptime import comptime  # here, as Dynamo takes a second to import
+
+    comptime(_look)
+    return _answer()
+
+
+@torch.compiler.assume_constant_result
+def _answer() -> bool:
+    return bool(_answers) and _answers.pop()
+
+
+def _look(context: Any) -> None:
+    """Run by Dynamo, with what it knows: the local variables of who asked for the mask."""
+    caller = next((level for level in range(1, 6) if _local(context, "position_ids", level) is not None), None)
+    if caller is None:
+        return
+    positions, *overlays = (_local(context, name, caller) for name in ("position_ids", *_OVERLAYS))
+    if all(overlay is None or _is_none(overlay) for overlay in overlays):
+        _answers.append(_is_none(positions) or (positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)))
+
+
+def _local(context: Any, name: str, level: int) -> Any | None:
+    """A local variable of a caller, None where there is no such variable, or no such caller."""
+    try:
+        return context.get_local(name, stacklevel=level)
+    except (KeyError, AttributeError, AssertionError):
+        return None
+
+
+def _is_none(variable: Any) -> bool:
+    return variable.is_python_constant() and variable.as_python_constant() is None
+
+
+def _counts_up(node: torch.fx.Node) -> bool:
+    """Whether a tensor of a graph is 0, 1, 2 .. from any number on, in every row."""
+    if node.op == "call_function" and node.target is torch.arange:
+        return len(node.args) < 3 and "step" not in node.kwargs and not _is_written_to(node)
+    if node.op == "call_function" and node.target is operator.add:
+        tensors = [value for value in node.args if _is_tensor(value)]
+        return len(tensors) == 1 and _counts_up(tensors[0])
+    return node.op == "call_method" and node.target == "unsqueeze" and node.args[1] == 0 and _counts_up(node.args[0])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(value.meta.get("example_value"), torch.Tensor)
+
+
+def _is_written_to(node: torch.fx.Node) -> bool:
+    """Whether a tensor of a graph, or what was made of it, is changed in place so far."""
+    reached = [node]
+    for made in reached:
+        for user in made.users:
+            name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+            if user.target in _WRITES or name.endswith("_") or "out" in user.kwargs:
+                return True
+            if user not in reached:
+                reached.append(user)
+    return False

@@ -1,0 +1,101 @@
+"""tracing.py: which position_ids hold no documents for certain, said while a graph is traced."""
+
+import pytest
+import torch
+
+from hf_flash2 import tracing
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def ask_for_mask(position_ids, or_mask_function=None, and_mask_function=None, block_sequence_ids=None):
+    """As Transformers does: the arguments are local variables of who calls the mask function."""
+    return mask_function()
+
+
+def mask_function():
+    return tracing.masks_hold_no_documents()
+
+
+def answer(ask, *inputs, dynamic=None):
+    said = []
+
+    def forward(x, *others):
+        said.append(ask(x, *others))
+        return x + 1
+
+    torch.compiler.reset()
+    torch.compile(forward, backend="eager", fullgraph=True, dynamic=dynamic)(torch.zeros(2, 6), *inputs)
+    [found] = said
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x: torch.arange(x.shape[1]).unsqueeze(0),
+        lambda x: (torch.arange(x.shape[1], device=x.device) + 3).unsqueeze(0),
+        lambda x: torch.arange(3, 3 + x.shape[1]).unsqueeze(0),
+        lambda x: None,
+    ],
+)
+def test_positions_that_the_model_counts_up(positions, dynamic):
+    assert answer(lambda x: ask_for_mask(positions(x)), dynamic=dynamic) is True
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x, given: given,
+        lambda x, given: given + 1,
+        lambda x, given: torch.arange(x.shape[1]) + given,
+        lambda x, given: torch.arange(0, 12, 2).unsqueeze(0),
+        lambda x, given: torch.arange(0, 12, step=2).unsqueeze(0),
+        lambda x, given: torch.arange(6).unsqueeze(1),
+        lambda x, given: torch.arange(6).remainder(3).unsqueeze(0),
+        lambda x, given: [0, 1, 2, 0, 1, 2],
+        lambda x, given: torch.cat((torch.arange(3), torch.arange(3))).unsqueeze(0),
+    ],
+)
+def test_positions_that_may_begin_anew(positions):
+    assert answer(lambda x, given: ask_for_mask(positions(x, given)), torch.arange(6)[None]) is False
+
+
+@pytest.mark.parametrize("overlay", ["or_mask_function", "and_mask_function", "block_sequence_ids"])
+def test_an_overlay_is_no_plain_mask(overlay):
+    assert answer(lambda x: ask_for_mask(None, **{overlay: lambda *indices: True})) is False
+    assert answer(lambda x: ask_for_mask(None, **{overlay: x})) is False
+
+
+def restart_in_place(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    positions[:, 3:] -= 3
+    return positions
+
+
+def restart_through_a_view(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    positions.view(2, 3).select(0, 1).sub_(3)
+    return positions
+
+
+def restart_with_out(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    torch.remainder(positions, 3, out=positions)
+    return positions
+
+
+@pytest.mark.parametrize("positions", [restart_in_place, restart_through_a_view, restart_with_out])
+def test_positions_that_were_written_to(positions):
+    assert answer(lambda x: ask_for_mask(positions(x))) is False
+
+
+def test_an_answer_is_that_of_its_own_question():
+    plain, given = lambda x: ask_for_mask(None), lambda x: ask_for_mask(x)
+    assert answer(lambda x: (plain(x), given(x), plain(x))) == (True, False, True)
+
+
+def test_nothing_is_known_elsewhere():
+    assert answer(lambda x: mask_function()) is False  # nobody has position_ids
+    assert ask_for_mask(None) is False  # nothing is traced
