@@ -9,7 +9,8 @@ What has to be right for the result to be that of the padded run:
   backward;
 * a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
 * a cache could not be continued from packed keys, so a call that wants one runs padded;
-* a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too.
+* a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too;
+* another attention than ours, which the model may have been switched to since, need not know what cu_seq_lens are.
 """
 
 from collections import Counter
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import context_parallel, packing
-from ..notices import CALLS
+from ..interface import hf_flash2_attention
+from ..notices import CALLS, NAME
 from .binding import by_name, upstream
 from .contract import CACHES, rope_parameters
 
@@ -109,6 +112,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"
+    if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
+        return "with another attention"
     if context_parallel.active() is not None:
         return "with parts of sequences that processes share"
     if inputs.get("encoder_hidden_states") is not None:

@@ -19,9 +19,11 @@ from transformers import LlamaForCausalLM, LlamaModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_flash2
 from hf_flash2 import kernels, notices
+from hf_flash2.interface import hf_flash2_attention
 
 PADDINGS = (*small_models.PADDINGS, "empty row")
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -515,6 +517,26 @@ def test_masks_that_are_not_padding_run_padded():
     arguments = {"input_ids": inputs["input_ids"], "attention_mask": additive, "labels": small_models.labels(inputs)}
     assert_close(loss_and_gradients(model, **arguments), loss_and_gradients(eager, **arguments))
     assert report.forwards == {"with a mask that is not [B, S]": 1}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_implementation_set_later_sees_a_padded_batch(family, implementation):
+    """It finds the rows of packed tokens by their positions alone, and would take padding inside one for its end."""
+    eager, model, report = twins(family)
+    model.set_attn_implementation(implementation)
+    inputs = batch("holes")
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"with another attention": 1}
+
+
+def test_somebody_elses_function_in_the_registry_sees_a_padded_batch(monkeypatch):
+    """As DeepSpeed's Ulysses puts one there, for parts of sequences that processes share."""
+    _, model, report = twins("llama")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "hf_flash2", lambda *args, **kwargs: hf_flash2_attention(*args, **kwargs))
+    assert model(**batch("left")).logits.shape == (BATCH, LENGTH, VOCABULARY)
+    assert report.forwards == {"with another attention": 1}
 
 
 def test_a_batch_without_padding_is_left_as_it_is():
