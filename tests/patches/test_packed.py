@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import types
 import weakref
 
 import emulated
@@ -128,6 +129,18 @@ def test_ways_that_a_forward_may_be_called():
         (taken,) = [key for key, count in report.forwards.items() if count != before.get(key, 0)]
         assert route in taken, (name, taken)
         assert isinstance(model.transformer(**inputs | more), tuple) == (name == "a tuple")
+
+
+def test_a_config_may_ask_for_tuples():
+    eager, model, report = twins("llama")
+    inputs = batch("right") | {"use_cache": False}
+    real = small_models.real_tokens(inputs)
+    for each in (eager, model):
+        each.config.return_dict = False
+    expected, output = eager.model(**inputs), model.model(**inputs)
+    assert isinstance(output, tuple) and len(output) == len(expected) == 1 and report.forwards == {"packed": 1}
+    torch.testing.assert_close(output[0][real], expected[0][real], rtol=0, atol=1e-4)
+    assert not isinstance(model.model(**inputs, return_dict=True), tuple)
 
 
 def test_several_hidden_states_of_a_layer_come_out_padded():
@@ -507,6 +520,17 @@ def test_a_cache_is_never_lost():
     assert report.forwards == {"with a cache": 2}
     assert model(**inputs).past_key_values is None  # training, and nobody asked
     assert report.forwards["packed"] == 1
+    model.config.use_cache = False
+    assert model.eval()(**inputs).past_key_values is None
+    assert report.forwards == {"with a cache": 2, "packed": 2}
+
+
+def test_a_cache_that_is_given_is_filled():
+    """Whatever use_cache says, as upstream does."""
+    _, model, report = twins("llama")
+    cache = transformers.DynamicCache()
+    model(**batch("right"), past_key_values=cache, use_cache=False)
+    assert cache.get_seq_length() == LENGTH and report.forwards == {"with a cache": 1}
 
 
 def test_masks_that_are_not_padding_run_padded():
@@ -537,6 +561,77 @@ def test_somebody_elses_function_in_the_registry_sees_a_padded_batch(monkeypatch
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "hf_flash2", lambda *args, **kwargs: hf_flash2_attention(*args, **kwargs))
     assert model(**batch("left")).logits.shape == (BATCH, LENGTH, VOCABULARY)
     assert report.forwards == {"with another attention": 1}
+
+
+ROWS = torch.arange(0, BATCH * LENGTH + 1, LENGTH, dtype=torch.int32)
+# name -> (family, what is given more, the route of the call)
+MORE_ARGUMENTS = {
+    "documents": ("llama", {"cu_seq_lens_q": ROWS, "cu_seq_lens_k": ROWS, "max_length_q": 13, "max_length_k": 13}, "with documents"),
+    "an encoder": ("llama", {"encoder_hidden_states": torch.zeros(BATCH, 3, 48)}, "with cross-attention"),
+    "router logits": ("llama", {"output_router_logits": True}, "with router logits"),
+    "no router logits": ("llama", {"output_router_logits": False}, "packed"),
+    "something per token": ("llama", {"mm_token_type_ids": torch.ones(BATCH, LENGTH)}, "with mm_token_type_ids"),
+    "vectors per token": ("llama", {"grid_thw": torch.ones(BATCH, LENGTH, 3)}, "with grid_thw"),
+    "something per row": ("llama", {"image_sizes": torch.ones(BATCH, 2), "guidance_scale": torch.ones(BATCH)}, "packed"),
+    "positions of one row": ("gpt2", {"position_ids": torch.arange(LENGTH)[None] + 3}, "packed"),
+    "positions without rows": ("gpt2", {"position_ids": torch.arange(LENGTH) + 3}, "with positions that are not [B, S]"),
+    "one position a row": ("gpt2", {"position_ids": torch.arange(BATCH)[:, None]}, "with positions that are not [B, S]"),
+}
+
+
+@pytest.mark.parametrize("name", MORE_ARGUMENTS)
+def test_what_else_a_decoder_is_given_decides_whether_it_runs_packed(name):
+    family, more, route = MORE_ARGUMENTS[name]
+    eager, model, report = twins(family)
+    inputs = batch("right") | {"use_cache": False}
+    real = small_models.real_tokens(inputs)
+    wanted = eager(**inputs, **more if family == "gpt2" else {}).logits  # Llama has no use for any of the others
+    torch.testing.assert_close(model(**inputs, **more).logits[real], wanted[real], rtol=0, atol=1e-4)
+    assert report.forwards == {route: 1}
+
+
+def test_parts_of_sequences_run_padded(monkeypatch):
+    _, model, report = twins("llama")
+    monkeypatch.setattr(packed, "context_parallel", types.SimpleNamespace(active=lambda: "processes"))
+    model(**batch("right"))
+    assert report.forwards == {"with parts of sequences that processes share": 1}
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("configured", [True, False])
+def test_router_logits_and_their_loss_are_those_of_the_padded_batch(configured, given):
+    eager = other_model("Mixtral")
+    eager.config.output_router_logits = configured
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch("right") | {"use_cache": False, "output_router_logits": given}
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"with router logits" if configured and given is None or given else "packed": 1}
+
+
+def test_a_mask_that_the_caller_has_made_runs_padded():
+    """One for each type of layer, as Qwen 2 takes them, is no tensor."""
+    eager = other_model("Qwen2")
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch("right")
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & inputs["attention_mask"].bool()[:, None, None, :]
+    additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    arguments = {"input_ids": inputs["input_ids"], "attention_mask": {"full_attention": additive}, "labels": small_models.labels(inputs)}
+    assert_close(loss_and_gradients(model, **arguments), loss_and_gradients(eager, **arguments))
+    assert report.forwards == {"with a mask that is not [B, S]": 1}
+
+
+def test_a_window_as_long_as_the_rows_counts_no_padding():
+    eager, model, report = twins("mistral", sliding_window=LENGTH)
+    inputs = batch("holes")
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"packed": 1}
+    _, model, report = twins("mistral", sliding_window=LENGTH - 1)
+    model(**inputs)
+    assert report.forwards == {"with padding inside a row, under a sliding window": 1}
 
 
 def test_a_batch_without_padding_is_left_as_it_is():
@@ -667,6 +762,18 @@ def test_hooks_of_the_embedding_see_padded_rows(family):
     assert report.forwards == {"packed": 1} and seen[0] == seen[1]
 
 
+def test_an_embedding_sees_real_tokens_alone_where_nobody_hooks_its_output():
+    _, model, report = twins("llama")
+    embedding, inputs, seen = model.get_input_embeddings(), batch("left"), []
+    embedding.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    model(**inputs)
+    assert seen == [(1, inputs["attention_mask"].sum())]
+    embedding.register_forward_hook(lambda *_: pytest.fail("what is embedded already needs no embedding"))
+    ids = inputs.pop("input_ids")
+    model(inputs_embeds=embedding.weight[ids], **inputs)
+    assert report.forwards == {"packed": 2}
+
+
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_angles_that_depend_on_the_last_column(rope_type):
     """They are those of the padded batch, whose last columns may be padding alone."""
@@ -684,6 +791,18 @@ def test_angles_that_depend_on_the_last_column(rope_type):
     labels = small_models.labels(inputs)
     assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
     assert report.forwards["packed"] == 1
+
+
+def test_angles_of_any_type_of_layer_count():
+    """As Gemma 3 has them, one description for each type of layer; the key was "type" once."""
+    plain, dynamic = {"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}
+    for rope, depends in (
+        ({"full_attention": dynamic, "sliding_attention": plain}, True),
+        ({"full_attention": plain, "sliding_attention": plain}, False),
+        ({"type": "longrope"}, True),
+        (None, False),
+    ):
+        assert packed._rotates_by_length(types.SimpleNamespace(rope_scaling=rope)) is depends
 
 
 @pytest.mark.parametrize("name", PACKABLE)
