@@ -238,6 +238,40 @@ def test_no_logits_in_training_with_labels_and_only_there():
     assert evaluated.logits.shape == (BATCH, LENGTH, VOCABULARY) and evaluated.loss is not None
 
 
+WITH_LOGITS = {
+    "logits": {"logits_to_keep": LENGTH},
+    "logits by their places": {"logits_to_keep": torch.arange(LENGTH)},
+    "attention": {"output_attentions": True},
+    "cross-attention": {"encoder_hidden_states": torch.zeros(BATCH, 3, 48)},
+}
+
+
+@pytest.mark.parametrize("name", WITH_LOGITS)
+def test_what_is_asked_for_in_training_beside_the_loss_comes(name):
+    eager, model, _ = twins("llama")
+    model.set_attn_implementation("eager")  # by it there are probabilities of attention
+    inputs = batch("right")
+    arguments = {**inputs, "labels": small_models.labels(inputs), **WITH_LOGITS[name]}
+    expected, output = eager(**arguments), model(**arguments)
+    real = small_models.real_tokens(inputs)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits[real], expected.logits[real], rtol=0, atol=1e-4)
+    assert len(output.attentions or ()) == len(expected.attentions or ()) == (2 if name == "attention" else 0)
+
+
+def test_hidden_states_and_the_cache_come_with_a_loss_without_logits():
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    arguments = {**inputs, "labels": small_models.labels(inputs)}
+    real = small_models.real_tokens(inputs)
+    expected, output = (each(**arguments, output_hidden_states=True) for each in (eager, model))
+    assert output.logits is None and output.past_key_values is None
+    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=0, atol=1e-4)
+    output = model(**arguments, use_cache=True)
+    assert output.logits is None and output.hidden_states is None and output.past_key_values.get_seq_length() == LENGTH
+
+
 def test_logits_are_kept_where_they_are_asked_for():
     eager, model = (twin.train() for twin in small_models.twins("llama"))
     report = hf_flash2.patch(model, packed=True, keep_logits=True)
