@@ -230,6 +230,7 @@ def test_no_logits_in_training_with_labels_and_only_there():
     inputs = batch("right")
     labels = small_models.labels(inputs)
     assert model(**inputs, labels=labels).logits is None
+    assert model(**inputs, labels=labels, return_dict=True, logits_to_keep=0, output_attentions=False).logits is None
     assert model(**inputs).logits is not None
     assert model(**inputs, logits_to_keep=3).logits.shape[1] == 3
     assert model(**inputs, labels=labels, return_dict=False)[1].shape == (BATCH, LENGTH, VOCABULARY)
@@ -396,10 +397,12 @@ def test_which_heads_are_plain(monkeypatch):
     hooked.register_full_backward_hook(lambda *_: None)
     replaced.forward = lambda x: x
     torch.nn.utils.parametrizations.weight_norm(normed)
+    sharded = copy.deepcopy(linear)
+    sharded.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(type("Sharded", (torch.Tensor,), {})))
     others = {
-        "hooked": hooked, "replaced forward": replaced, "parametrised": normed,
+        "hooked": hooked, "replaced forward": replaced, "parametrised": normed, "of a tensor subclass": sharded,
         "biased": torch.nn.Linear(8, 5), "wrapped": torch.nn.Sequential(linear), "half": copy.deepcopy(linear).half(),
-        "of another dtype": copy.deepcopy(linear).bfloat16(),
+        "of another dtype": copy.deepcopy(linear).bfloat16(), "elsewhere": copy.deepcopy(linear).to("meta"),
     }  # fmt: skip
     assert [name for name, head in others.items() if hasattr(head, "weight") and packed_loss.is_plain_linear(head, x)] == []
     assert not packed_loss.is_plain_linear(others["wrapped"], x)
@@ -408,6 +411,67 @@ def test_which_heads_are_plain(monkeypatch):
     handle.remove()
     assert packed_loss.is_plain_linear(linear, x)
     assert not packed_loss.is_plain_linear(copy.deepcopy(linear).requires_grad_(False), x.detach())
+    assert not packed_loss.is_plain_linear(others["half"], x.half())  # whose gradients are scaled
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert packed_loss.is_plain_linear(linear, x.bfloat16()) is (dtype == torch.bfloat16)
+
+
+class OwnForward(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "bias", "half", "frozen", "own forward", "replaced forward", "more hooks", "other hooks", "whole"]
+)
+def test_how_often_a_sharded_head_is_called(case, monkeypatch):
+    """Once, if its hooks are FSDP's alone: processes have to call it as often as each other, and only its own product may be divided."""
+    monkeypatch.setattr(packed_loss, "_is_sharded", lambda module: case != "whole" and isinstance(module, torch.nn.Linear))
+    torch.manual_seed(0)
+    dtype = torch.float16 if case == "half" else torch.float32
+    head = (OwnForward if case == "own forward" else torch.nn.Linear)(8, 5, bias=case == "bias", dtype=dtype)
+    head.requires_grad_(case != "frozen")
+    head = torch.nn.Sequential(head) if case == "inside another" else head
+    calls = []
+    (head.register_full_backward_pre_hook if case == "other hooks" else head.register_forward_pre_hook)(lambda *_: calls.append("before"))
+    head.register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    if case == "more hooks":
+        head.register_forward_hook(lambda module, args, output: 3 * output)
+    if case == "replaced forward":
+        head.forward = lambda x: torch.nn.functional.linear(x, -head.weight)
+    own = dict(vars(head))
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 5 * 2)  # two rows
+    hidden_states, rows, labels = torch.randn(1, 7, 8, dtype=dtype, requires_grad=True), torch.tensor([0, 2, 3, 5, 6]), torch.arange(5)
+    found = packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, 5)
+    shapes = [call for call in calls if call != "before"]
+    by_itself = case in ("plain", "bias", "half", "frozen")
+    assert vars(head) == own and shapes == ([()] if by_itself else [(2, 5), (2, 5), (1, 5)] if case == "whole" else [(5, 5)])
+    leaves = [hidden_states, *(p for p in head.parameters() if p.requires_grad)]
+    expected = F.cross_entropy(head(hidden_states[0, rows]).float(), labels)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3 if case == "half" else 1e-5, atol=1e-4 if case == "half" else 1e-6)
+
+
+def test_the_loss_of_one_label():
+    torch.manual_seed(0)
+    head, hidden_states = torch.nn.Linear(8, 5, bias=False), torch.randn(1, 3, 8)
+    found = chunked_loss_and_gradients(head, hidden_states, torch.tensor([1]), torch.tensor([4]), factor=1 / 3)
+    hidden_states.requires_grad_()
+    expected = F.cross_entropy(head(hidden_states[0, 1:2]), torch.tensor([4])) / 3
+    for ours, theirs in zip(found, (expected, *torch.autograd.grad(expected, (hidden_states, head.weight))), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_loss_of_a_half_model_is_float32(plain):
+    torch.manual_seed(0)
+    head, hidden_states = torch.nn.Linear(8, 50, bias=not plain, dtype=torch.bfloat16), torch.randn(1, 300, 8, dtype=torch.bfloat16)
+    labels = torch.randint(0, 50, (300,))
+    loss, *_ = chunked_loss_and_gradients(head, hidden_states, torch.arange(300), labels, plain=plain)
+    with torch.no_grad():
+        torch.testing.assert_close(loss, F.cross_entropy(head(hidden_states[0]).float(), labels), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("items", [40, torch.tensor(40)])
