@@ -137,8 +137,8 @@ def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Call
 
 
 def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, vocabulary: int) -> torch.Tensor:
-    """All chunks inside one call of a head whose hooks, those of FSDP, gather its weights: each process has another number of chunks, and
-    calls have to be as many everywhere."""
+    """All chunks inside one call of a head whose hooks, those of FSDP or DeepSpeed, gather its weights: each process has another number of
+    chunks, and calls have to be as many everywhere."""
     totals = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -152,14 +152,17 @@ def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn
 
     head.forward = forward
     try:
-        head(hidden_states)
+        output = head(hidden_states)
     finally:
         del head.forward
-    return totals[0]  # what the call returns may be rounded, as logits are
+    # What FSDP returns may be rounded, as logits are; to what DeepSpeed returns hangs what gathers weights in the backward.
+    return output if _is_of_zero3(head) else totals[0]
 
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether each call of the module gathers its weights from other processes."""
+    if _is_of_zero3(module):
+        return True
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -167,11 +170,16 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
 
+def _is_of_zero3(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+
+
 def _gathers_itself(head: nn.Module) -> bool:
-    """Whether the head is a linear layer that fully_shard has made a unit of its own, with no hooks but those of FSDP."""
+    """Whether the head is a linear layer that fully_shard has made a unit of its own, or that is of a model under DeepSpeed's ZeRO-3, with no
+    hooks but theirs."""
     hooks = [len(x) for x in (head._forward_pre_hooks, head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)]
     is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
-    return is_linear and hooks == [1, 1, 0, 0] and _is_sharded(head)
+    return is_linear and hooks == ([2, 2, 0, 0] if _is_of_zero3(head) else [1, 1, 0, 0]) and _is_sharded(head)
 
 
 def _chunk_rows(row_bytes: int) -> int:

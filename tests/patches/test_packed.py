@@ -454,6 +454,46 @@ def test_how_often_a_sharded_head_is_called(case, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=2e-3 if case == "half" else 1e-5, atol=1e-4 if case == "half" else 1e-6)
 
 
+class GathersInBackward(torch.autograd.Function):
+    """As DeepSpeed's ZeRO-3 hangs it to what a module returns."""
+
+    @staticmethod
+    def forward(ctx, output, calls):
+        ctx.calls = calls
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.calls.append("backward")
+        return grad, None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_zero3_is_called_once(bias, monkeypatch):
+    """Of heads with other hooks than its own, too. Its backward begins at what the call returns, where the weights are gathered again."""
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 5 * 2)  # two rows
+    torch.manual_seed(0)
+    head, calls = torch.nn.Linear(8, 5, bias=bias), []
+    head.weight.ds_id = 0
+    head.register_forward_pre_hook(lambda *_: calls.append("gather"))
+    head.register_forward_pre_hook(lambda *_: None)
+    head.register_forward_hook(lambda *_: None)
+    head.register_forward_hook(lambda module, args, output: GathersInBackward.apply(output, calls))
+    hidden_states, rows, labels = torch.randn(1, 7, 8, requires_grad=True), torch.tensor([0, 2, 3, 5, 6]), torch.arange(5)
+    leaves = [hidden_states, *head.parameters()]
+    expected = F.cross_entropy(F.linear(hidden_states[0, rows], head.weight, head.bias), labels)
+    for more in (False, True):
+        if more:
+            head.register_forward_hook(lambda *_: None)
+        calls.clear()
+        found = packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, 5)
+        assert calls == ["gather"]
+        gradients = torch.autograd.grad(found, leaves)
+        assert calls[1:] == (["gather", "backward"] if more else ["backward"])  # it runs once more, or its gradients are there already
+        for ours, theirs in zip((found, *gradients), (expected, *torch.autograd.grad(expected, leaves, retain_graph=True)), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_the_loss_of_one_label():
     torch.manual_seed(0)
     head, hidden_states = torch.nn.Linear(8, 5, bias=False), torch.randn(1, 3, 8)
