@@ -20,7 +20,7 @@ from .. import cross_entropy
 from ..notices import notice
 from .binding import by_name, upstream
 from .contract import CACHES
-from .packed import token_shape
+from .packed import looks_at_rows, token_shape
 
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
@@ -30,6 +30,7 @@ CHUNK_BYTES = 512 * 2**20
 # after 32. Of more than so many the sum is float32 until it is complete: 1.4 times, as each product is rounded, too. That takes 8 bytes
 # of traffic a weight and chunk more, and 4 of memory.
 FEW_CHUNKS = 8
+_ADAPTERS = ("_active_adapter", "_disable_adapters")  # attributes of PEFT's layers
 TILE_ROWS = 128  # of a matrix product, for which a tile with fewer rows is as much work
 
 
@@ -41,7 +42,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         model.training and labels is not None and labels.shape == token_shape(inputs) and not inputs.get("output_attentions")
         and inputs.get("return_dict") is not False and inputs.get("encoder_hidden_states") is None
         and isinstance(inputs.get("logits_to_keep", 0), int) and not inputs.get("logits_to_keep")
-        and model.loss_function is ForCausalLMLoss
+        and model.loss_function is ForCausalLMLoss and not looks_at_rows(model.get_output_embeddings())
     )  # fmt: skip
     if not only_the_loss:
         return upstream(model, **inputs)
@@ -117,7 +118,7 @@ def chunked_cross_entropy(
     else:
         # Of a head in which something gathers its part, all at once: processes have to call it as often as each other.
         chunk_rows = max(1, labels.shape[0]) if any(map(_is_sharded, head.modules())) else _chunk_rows(vocabulary * 4)
-        total = _sum_of_chunks(hidden_states, labels, head, chunk_rows)
+        total = _sum_of_chunks(hidden_states, labels, _with_its_adapters(head), chunk_rows)
     if num_items_in_batch is None:
         num_items_in_batch = labels.shape[0]
     elif isinstance(num_items_in_batch, torch.Tensor):
@@ -134,6 +135,35 @@ def _sum_of_linear(hidden_states: torch.Tensor, labels: torch.Tensor, weight: to
 def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, chunk_rows: int) -> torch.Tensor:
     chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
     return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
+
+
+def _with_its_adapters(head: nn.Module) -> Callable:
+    """The head with the adapters of PEFT that it has now: it runs once more in the backward, when others may be active, or off."""
+    then = _adapters(head)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        now = _adapters(head)
+        _set_adapters(*then)
+        try:
+            return head(x)
+        finally:
+            _set_adapters(*now)
+
+    return forward
+
+
+def _adapters(head: nn.Module) -> tuple[list[tuple[nn.Module, dict]], list[tuple[nn.Parameter, bool]]]:
+    """Which adapters are active, as the layers of PEFT keep it, and which parameters are trained: whoever activates one changes both."""
+    active = [(module, {name: vars(module)[name] for name in _ADAPTERS if name in vars(module)}) for module in head.modules()]
+    return active, [(parameter, parameter.requires_grad) for parameter in head.parameters()]
+
+
+def _set_adapters(active: list[tuple[nn.Module, dict]], trained: list[tuple[nn.Parameter, bool]]) -> None:
+    for module, attributes in active:
+        vars(module).update(attributes)
+    for parameter, is_trained in trained:
+        if parameter.requires_grad != is_trained:
+            parameter.requires_grad_(is_trained)
 
 
 def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, vocabulary: int) -> torch.Tensor:
@@ -175,8 +205,8 @@ def _is_of_zero3(module: nn.Module) -> bool:
 
 
 def _gathers_itself(head: nn.Module) -> bool:
-    """Whether the head is a linear layer that fully_shard has made a unit of its own, or that is of a model under DeepSpeed's ZeRO-3, with no
-    hooks but theirs."""
+    """Whether the head is a linear layer that fully_shard has made a unit of its own, or of a model under DeepSpeed's ZeRO-3, with no hooks
+    but theirs."""
     hooks = [len(x) for x in (head._forward_pre_hooks, head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)]
     is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
     return is_linear and hooks == ([2, 2, 0, 0] if _is_of_zero3(head) else [1, 1, 0, 0]) and _is_sharded(head)

@@ -10,13 +10,15 @@ What has to be right for the result to be that of the padded run:
 * a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
 * a cache could not be continued from packed keys, so a call that wants one runs padded;
 * a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too;
-* another attention than ours, which the model may have been switched to since, need not know what cu_seq_lens are.
+* another attention than ours, which the model may have been switched to since, need not know what cu_seq_lens are;
+* an adapter that has something for each row of a batch has to see these rows.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -118,6 +120,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with parts of sequences that processes share"
     if inputs.get("encoder_hidden_states") is not None:
         return "with cross-attention"
+    if looks_at_rows(module):
+        return "with an adapter that looks at the rows of a batch"
     if inputs.get("cu_seq_lens_q") is not None:
         return "with documents"
     if inputs.get("output_router_logits") or (
@@ -158,6 +162,13 @@ def _rotates_by_length(config: PretrainedConfig) -> bool:
     rope = rope_parameters(config)
     kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
     return any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds)
+
+
+def looks_at_rows(module: nn.Module) -> bool:
+    """Whether a hook of PEFT's, which is there for this one forward, has something for each row: adapter_names, the offsets of aLoRA, the
+    task_ids of Poly."""
+    hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
+    return any(str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("peft.") for hook in hooks)  # func: of a partial
 
 
 def token_shape(inputs: dict) -> torch.Size:

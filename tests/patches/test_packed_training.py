@@ -1,8 +1,9 @@
-"""Packed decoders under what training wraps around them: DDP, FSDP2, accelerate, Trainer, torch.compile."""
+"""Packed decoders under what training wraps around them: DDP, FSDP2, accelerate, Trainer, PEFT, torch.compile."""
 
 import copy
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
 import ranks
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from hf_flash2.patches import loss as packed_loss
+from hf_flash2.patches.packed import looks_at_rows
+from peft import LoraConfig, PolyConfig, get_peft_model
 from tiny_models import VERSION
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -167,6 +170,104 @@ def test_trainer(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     evaluated = "packed" if VERSION >= (5, 0) else "with a cache"  # Trainer of Transformers 5 evaluates with use_cache=False
     assert report.forwards == Counter(["packed"] * 3 + [evaluated])
+
+
+INVOCATION = 7  # a token
+
+
+def adapted(config, rows: int, packed: bool):
+    """A Llama with an adapter and its report, in training, and a right-padded batch whose rows have INVOCATION at different places."""
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model, packed=packed)
+    torch.manual_seed(1)
+    model = get_peft_model(model, config).train()
+    inputs = ragged(0) | {"attention_mask": (torch.arange(24) < torch.tensor([[12], [20], [9], [23]])).long()}
+    inputs["input_ids"][torch.arange(4), torch.tensor([4, 9, 2, 15])] = INVOCATION
+    inputs["labels"] = small_models.labels(inputs)
+    return model, report, {name: x[:rows] for name, x in inputs.items()}
+
+
+def loss_and_gradients(model, **inputs):
+    torch.manual_seed(3)  # the router of Poly draws
+    loss = model(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | small_models.gradients(model)
+
+
+ON_THE_HEAD = {"target_modules": ["q_proj", "lm_head"], "task_type": "CAUSAL_LM"}
+LORA = ON_THE_HEAD | {"init_lora_weights": False}
+POLY = ON_THE_HEAD | {"r": 4, "n_tasks": 3, "n_skills": 2, "n_splits": 1, "init_weights": False}
+LOOKS_AT_ROWS = "with an adapter that looks at the rows of a batch"
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "more"),
+    [
+        (LoraConfig(**LORA | {"target_modules": ["q_proj"]}, alora_invocation_tokens=[INVOCATION]), 1, {}),
+        (LoraConfig(**LORA | {"target_modules": ["q_proj"]}, alora_invocation_tokens=[INVOCATION]), 4, {}),
+        (PolyConfig(**POLY), 4, {"task_ids": torch.tensor([0, 1, 2, 1])}),
+    ],
+    ids=["aLoRA, one row", "aLoRA", "Poly"],
+)
+def test_adapters_that_look_at_rows_see_the_padded_batch(config, rows, more):
+    plain, packed = adapted(config, rows, packed=False), adapted(config, rows, packed=True)
+    found, expected = (loss_and_gradients(model, **inputs, **more) for model, _, inputs in (packed, plain))
+    small_models.assert_close(found, expected)
+    assert packed[1].forwards == {LOOKS_AT_ROWS: 1}
+
+
+def test_rows_with_an_adapter_each():
+    """adapter_names, of the decoder and of its head; PEFT has it for evaluation alone."""
+    logits = []
+    for packed in (False, True):
+        model, report, inputs = adapted(LoraConfig(**LORA), 4, packed)
+        torch.manual_seed(2)
+        model.add_adapter("b", LoraConfig(**LORA))
+        real = inputs["attention_mask"].bool()
+        names = ["default", "b", "__base__", "b"]
+        with torch.no_grad():
+            logits.append(model.eval()(**inputs, adapter_names=names, use_cache=False).logits[real])
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    assert report.forwards == {LOOKS_AT_ROWS: 1}
+
+
+def test_whose_hooks_look_at_rows():
+    head, hidden = torch.nn.Linear(8, 5), {}
+    hook = partial(lambda module, args, hidden: hidden.update(seen=args), hidden=hidden)
+    assert not looks_at_rows(head)
+    handle = head.register_forward_pre_hook(hook)
+    assert not looks_at_rows(head)  # somebody's
+    hook.func.__module__ = "peft.tuners.lora.model"
+    assert looks_at_rows(head) and looks_at_rows(torch.nn.Sequential(head))
+    handle.remove()
+    assert not looks_at_rows(head)
+
+
+@pytest.mark.parametrize("case", ["another adapter", "adapters off"])
+def test_a_head_runs_again_with_the_adapter_it_had(case):
+    """In the backward, when another may be active."""
+    results = []
+    for packed in (False, True):
+        model, report, inputs = adapted(LoraConfig(**LORA), 4, packed)
+        if case == "another adapter":
+            torch.manual_seed(2)
+            model.add_adapter("b", LoraConfig(**LORA))
+            loss = model(**inputs).loss
+            model.set_adapter("b")
+            loss = loss + model(**inputs).loss
+        else:
+            model.requires_grad_(True)
+            with model.disable_adapter():
+                loss = model(**inputs).loss
+        before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        loss.backward()
+        assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        results.append({"loss": loss.detach()} | gradients)
+        assert model.active_adapters == ["b" if case == "another adapter" else "default"]
+    assert report.forwards["packed"] and any("lm_head" in name for name in results[1])
+    assert results[0].keys() == results[1].keys()
+    small_models.assert_close(results[1], results[0])
 
 
 def test_compiled_without_recompiling_for_every_batch():
