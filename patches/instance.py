@@ -12,7 +12,7 @@ from .. import ops
 from ..notices import NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
-from .binding import LAYER, OwnConfig, bind, in_place_of, is_wrapped, own_configs, restore_configs, unbind
+from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, is_wrapped, own_configs, restore_configs, unbind
 from .contract import reason_loss_is_upstream, reason_not_packable
 from .family import Family
 from .loss import causal_lm_forward
@@ -64,6 +64,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     configs = own_configs(model)
     try:
         target.set_attn_implementation(_requested_implementation(target))
+        _switch_configs_left_behind(target)
         report = PatchReport(type(target).__name__, "", backend, previous)
         _bind_layers(target, report)
         if packed:
@@ -159,6 +160,18 @@ def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:
     if any(refused[part] for part in rest) and NAME in by_key.values():
         return by_key
     return {"": NAME, **by_key} if set(by_key.values()) - {NAME} else NAME
+
+
+def _switch_configs_left_behind(model: PreTrainedModel) -> None:
+    """Modules keep the config that they were made with when their model is given another, as EncoderDecoderModel gives its encoder: they
+    follow that model."""
+    parts = _submodels(model)
+    of_parts = {id(part.config) for _, part in parts}
+    for _, part in parts:
+        for module in part.modules():
+            config = vars(module).get("config")
+            if type(config) is type(part.config) and id(config) not in of_parts:
+                setattr(config, IMPLEMENTATION, part.config._attn_implementation)
 
 
 def _reason_refused(model: PreTrainedModel) -> str | None:

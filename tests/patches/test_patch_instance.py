@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Blip2Config,
     Blip2ForConditionalGeneration,
+    EncoderDecoderModel,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -473,3 +474,24 @@ def test_parts_that_have_no_config_of_their_own_in_the_models():
     assert {path.split(".")[0] for path in report.skipped} == {"qformer", "language_model"} and "language_model" not in report.skipped
     hf_flash2.unpatch(model)
     assert model.config.vision_config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("previous", ["eager", "sdpa"])
+def test_layers_whose_model_was_given_another_config_follow_it(previous):
+    """As EncoderDecoderModel gives its encoder: masks are made for what the model is switched to."""
+    torch.manual_seed(0)
+    encoder = AutoModel.from_config(small_models.config("llama"), attn_implementation=previous)
+    decoder = AutoModelForCausalLM.from_config(
+        small_models.config("gpt2", add_cross_attention=True, is_decoder=True), attn_implementation=previous
+    )
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    inputs = small_models.batch("right")
+    inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
+    before, expected = snapshot(model), model(**inputs).logits
+    report = hf_flash2.patch(model)
+    assert report.skipped == {} and len(report.layers) == 6
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    assert all(calls == 1 for calls in report.calls.values())
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+    assert encoder.layers[0].self_attn.config._attn_implementation == previous
