@@ -1,4 +1,5 @@
-"""The two torch.library operations, `hf_flash2::forward` and `hf_flash2::backward`: schema, backends, fake kernels, autograd.
+"""The two torch.library operations, `hf_flash2::flash_attn_forward` and `.._backward`: schema, backends, fake kernels, autograd.
+Policies of selective checkpointing know attention by "flash_attn" in the name of an op, and keep what it returned.
 
 CUDA tensors run the kernels of libhf_flash2.so, CPU tensors the reference in plain PyTorch. functional.py checks arguments first; calling
 an op directly is for tests and for compilers. In eager mode, plain CUDA tensors go past the dispatcher: see Plan.
@@ -25,12 +26,12 @@ _NUMBERS = (
     "float dropout_p, float softcap, bool deterministic"
 )
 _library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_NUMBERS}) -> (Tensor out, Tensor softmax_lse)",
+    f"flash_attn_forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_NUMBERS}) -> (Tensor out, Tensor softmax_lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_SEQUENCES}, {_NUMBERS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "flash_attn_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_SEQUENCES}, {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -144,18 +145,18 @@ def _no_sinks(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=torch.float32)
 
 
-_library.impl("forward", _forward_cuda, "CUDA")
-_library.impl("backward", _backward_cuda, "CUDA")
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("backward", _backward_cpu, "CPU")
+_library.impl("flash_attn_forward", _forward_cuda, "CUDA")
+_library.impl("flash_attn_backward", _backward_cuda, "CUDA")
+_library.impl("flash_attn_forward", _forward_cpu, "CPU")
+_library.impl("flash_attn_backward", _backward_cpu, "CPU")
 
 
-@torch.library.register_fake("hf_flash2::forward", lib=_library)
+@torch.library.register_fake("hf_flash2::flash_attn_forward", lib=_library)
 def _forward_fake(q, k, v, *_):
     return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
-@torch.library.register_fake("hf_flash2::backward", lib=_library)
+@torch.library.register_fake("hf_flash2::flash_attn_backward", lib=_library)
 def _backward_fake(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *_):
     dsinks = _no_sinks(q) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -373,10 +374,10 @@ def forward_transformed(q, k, v, sequences, numbers):
     return _AttentionWithLse.apply(_Dispatched(numbers), q, k, v, sequences[4], sequences)
 
 
-_library.impl("forward", _forward_autograd, "Autograd")
-_library.impl("backward", _backward_autograd, "Autograd")
+_library.impl("flash_attn_forward", _forward_autograd, "Autograd")
+_library.impl("flash_attn_backward", _backward_autograd, "Autograd")
 
-forward = torch.ops.hf_flash2.forward.default
-backward = torch.ops.hf_flash2.backward.default
+forward = torch.ops.hf_flash2.flash_attn_forward.default
+backward = torch.ops.hf_flash2.flash_attn_backward.default
 
 _DISPATCHED = (_below_autograd(forward), _below_autograd(backward))

@@ -202,7 +202,7 @@ def _is_ours(model: Any) -> bool:
 
 
 def _join_trl() -> bool:
-    """TRL warns about padding-free training with a name that is not in its set; ours belongs there. Whether it is in."""
+    """Where TRL has a set of names, it warns about padding-free training with one that is not in it (1.16 has none). Whether ours is in."""
     sft_trainer = sys.modules.get("trl.trainer.sft_trainer")
     variants = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
     if not isinstance(variants, set):

@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from functools import partial
 
 import pytest
 import stand_in
@@ -14,7 +15,7 @@ from cases import Case, Sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_flash2 import (
     flash_attn_func,
@@ -61,7 +62,7 @@ def op_calls(monkeypatch):
 def test_opcheck_of_forward(case, device, op_calls):
     sample = Sample(case, DTYPE, device)
     sample.call(*(x.detach().nan_to_num().requires_grad_() for x in sample.inputs()[:3]))
-    torch.library.opcheck(torch.ops.hf_flash2.forward.default, op_calls[0])
+    torch.library.opcheck(torch.ops.hf_flash2.flash_attn_forward.default, op_calls[0])
 
 
 @forms
@@ -71,9 +72,7 @@ def test_opcheck_of_backward(case, device, op_calls):
     dlse = torch.randn_like(lse)
     arguments = op_calls[0]
     for given in (None, dlse):
-        torch.library.opcheck(
-            torch.ops.hf_flash2.backward.default, (torch.randn_like(out), given, *arguments[:3], out, lse, *arguments[3:])
-        )
+        torch.library.opcheck(ops.backward, (torch.randn_like(out), given, *arguments[:3], out, lse, *arguments[3:]))
 
 
 def padded_attention(q, k, v, mask):
@@ -252,11 +251,35 @@ def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):
         out = flash_attn_func(q, k, v)
         out.sum().backward()
     assert torch.equal(out, expected)
-    assert {torch.ops.hf_flash2.forward.default, torch.ops.hf_flash2.backward.default} <= set(seen)
+    assert {ops.forward, ops.backward} <= set(seen)
     real = [x.detach() for x in (q, k, v)]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in real]
         assert flash_attn_func(*fakes).shape == q.shape
+
+
+def test_selective_checkpointing_keeps_what_attention_returned(device):
+    """Policies know attention by its name, as TRL's does: then its forward does not run again in the backward."""
+    q, k, v, _ = problem(device)
+    runs = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            runs[func] += 1
+            return func(*args, **(kwargs or {}))
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradient(**options):
+        runs.clear()
+        with Count():
+            out = checkpoint(lambda q: flash_attn_func(q, k, v).sin(), q, use_reentrant=False, **options)
+            return torch.autograd.grad(out.sum(), q)[0], runs[ops.forward]
+
+    expected, twice = gradient()
+    found, once = gradient(context_fn=partial(create_selective_checkpoint_contexts, policy))
+    assert (twice, once) == (2, 1) and torch.equal(found, expected)
 
 
 def test_tensors_that_need_no_gradient_get_none(device):

@@ -12,7 +12,7 @@ from small_models import FAMILIES, assert_close
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_flash2
-from hf_flash2 import patches
+from hf_flash2 import ops, patches
 from hf_flash2.interface import hf_flash2_attention
 
 LORA_TARGETS = {"gpt2": ["c_attn", "c_proj"]}
@@ -213,12 +213,12 @@ def test_compiled(family):
     expected = loss_and_gradients(model)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     loss_and_gradients(compiled)
-    assert not any(torch.ops.hf_flash2.forward.default in graph for graph in graphs)
+    assert not any(ops.forward in graph for graph in graphs)
     graphs.clear()
     report = hf_flash2.patch(compiled)
     ours = loss_and_gradients(compiled)
     assert_close({name.removeprefix("_orig_mod."): value for name, value in ours.items()}, expected)
-    assert [graph.count(torch.ops.hf_flash2.forward.default) for graph in graphs] == [2]
+    assert [graph.count(ops.forward) for graph in graphs] == [2]
     assert set(report.calls.values()) == {0}  # as documented: not counted inside a graph
     hf_flash2.unpatch(compiled)
     assert torch.equal(loss_and_gradients(model)["loss"], expected["loss"])
