@@ -79,10 +79,15 @@ def _slot(module: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether an unbound module has a forward of its own in place of its class's, as accelerate's autocast; ours would go around it."""
+def wrapper_of(module: nn.Module) -> str | None:
+    """The package whose function an unbound module has as its forward in place of its class's, such as accelerate's autocast or TRL's loss;
+    ours would go around it. None where there is none."""
     own = vars(module).get(_slot(module))
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    if own is None or getattr(own, "__func__", None) is type(module).forward:
+        return None
+    function = getattr(own, "__func__", own)
+    name = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__  # __module__ may be what functools.wraps put
+    return name.partition(".")[0]
 
 
 def replaced(module: nn.Module) -> Callable | None:

@@ -26,7 +26,7 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
         attention_layers: the modules whose attention runs on hf_flash2. Rows packed into one are safe only where nothing else mixes
             tokens, where the sequences reach every attention, and where the mask is used for nothing but attention.
     """
-    base = model.base_model
+    base = base_of(model)
     name = type(base).__name__
     takes = inspect.signature(type(base).forward).parameters
     missing = [argument for argument in ("attention_mask", "position_ids", "inputs_embeds") if argument not in takes]
@@ -55,6 +55,11 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
     if "mrope_section" in rope_parameters(base.config):
         return "its positions have several axes"
     return None
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The base model, inside FullyShardedDataParallel where that wraps it by itself."""
+    return getattr(model.base_model, "_fsdp_wrapped_module", model.base_model)
 
 
 def rope_parameters(config: PretrainedConfig) -> dict:

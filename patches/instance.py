@@ -12,8 +12,8 @@ from .. import ops
 from ..notices import NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
-from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, is_wrapped, own_configs, restore_configs, unbind
-from .contract import reason_loss_is_upstream, reason_not_packable
+from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, own_configs, restore_configs, unbind, wrapper_of
+from .contract import base_of, reason_loss_is_upstream, reason_not_packable
 from .family import Family
 from .loss import causal_lm_forward
 from .packed import base_forward
@@ -214,7 +214,7 @@ def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
 
 def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport) -> None:
     """Attach to the base model, and to the causal language model above it where its loss can do without logits."""
-    base = model.base_model
+    base = base_of(model)
     reason = reason_not_packable(model, [module for module in base.modules() if LAYER in vars(module)])
     if reason is not None:
         raise ValueError(f"{report.model} cannot run packed: {reason}; use patch(model), whose kernels skip the padding in attention")
@@ -223,8 +223,8 @@ def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport
         report.loss = "from logits, by Transformers (keep_logits=True)"
     elif (reason := reason_loss_is_upstream(model)) is not None:
         report.loss = f"from logits, by Transformers: {reason}"
-    elif is_wrapped(model):
-        report.loss = "from logits, by Transformers: the model's forward is wrapped already (patch before accelerator.prepare)"
+    elif (wrapper := wrapper_of(model)) is not None:
+        report.loss = f"left to {wrapper}, which wraps the model's forward already (patch before that, as before accelerator.prepare)"
     else:
         bind(model, in_place_of(type(model).forward, causal_lm_forward))
         report.loss = "in chunks, without logits, in training with labels"

@@ -1,6 +1,7 @@
 """Packed decoders under what training wraps around them: DDP, FSDP2, accelerate, Trainer, PEFT, torch.compile."""
 
 import copy
+import functools
 import itertools
 from collections import Counter
 from functools import partial
@@ -17,8 +18,10 @@ from peft import LoraConfig, PolyConfig, get_peft_model
 from tiny_models import VERSION
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 import hf_flash2
 
@@ -47,7 +50,7 @@ def train(model, batches, optimizer=None) -> torch.Tensor:
     return torch.stack(losses)
 
 
-def test_two_processes_with_ddp_and_fsdp2(tmp_path):
+def test_two_processes_with_ddp_and_fsdp(tmp_path):
     """Patched before and after the wrapping, each rank with batches of its own: the mean of their losses is eager's on both batches."""
     ranks.run("test_packed_training", "distributed_rank", tmp_path)
 
@@ -63,7 +66,7 @@ def distributed_rank(rank: int, folder: str) -> None:
         loss.backward()
         optimizer.step()
         expected.append(loss.detach())
-    for wrap, patch_first, packed in itertools.product((ddp, fsdp2), (True, False), (True, False)):
+    for wrap, patch_first, packed in itertools.product((ddp, fsdp2, fsdp1), (True, False), (True, False)):
         model = copy.deepcopy(plain)
         report = hf_flash2.patch(model, packed=packed) if patch_first else None
         wrapped = wrap(model)
@@ -120,6 +123,12 @@ def ddp(model):
     return DistributedDataParallel(model)
 
 
+def fsdp1(model):
+    """With units of the layers and of the base model."""
+    units = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer, LlamaModel})
+    return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def fsdp2(model):
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
@@ -146,9 +155,20 @@ def test_accelerate_mixed_precision():
         output.loss.backward()
     assert set(seen) == {torch.bfloat16}
     assert [report.forwards["packed"] for report in reports] == [1, 1]
-    assert reports[0].loss.startswith("in chunks") and "patch before accelerator.prepare" in reports[1].loss
+    assert reports[0].loss.startswith("in chunks") and reports[1].loss.startswith("left to accelerate, which wraps")
     hf_flash2.unpatch(before)  # what accelerate's wrapper still refers to runs as upstream
     assert before(**inputs).logits is not None
+
+
+def test_the_report_names_who_wraps_the_forward():
+    """As TRL puts a function there that looks like the one that it wraps."""
+    model = small_models.model("llama")
+    model.forward = functools.update_wrapper(lambda *args, **kwargs: type(model).forward(model, *args, **kwargs), type(model).forward)
+    assert model.forward.__module__.startswith("transformers.")
+    assert hf_flash2.patch(model, packed=True).loss.startswith(f"left to {__name__}, which wraps the model's forward already")
+    hf_flash2.unpatch(model)
+    model.forward = functools.partial(type(model).forward, model)
+    assert "left to functools," in hf_flash2.patch(model, packed=True).loss
 
 
 def test_trainer(tmp_path):
