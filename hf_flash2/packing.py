@@ -50,7 +50,7 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
         start_q = (start - q_offset).clamp(0, seqlen_q)
         end_q = (start + length - q_offset).clamp(0, seqlen_q)
         ranges_q = torch.stack((start_q, end_q - start_q)).to(torch.int32)
-    return PaddedBatch(ranges_q, ranges_k, key_mask.contiguous().view(torch.uint8))
+    return PaddedBatch(ranges_q, ranges_k, key_mask.contiguous().to(torch.uint8))
 
 
 def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tensor, int] | None:

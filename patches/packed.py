@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -114,6 +115,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"
+    if mask.is_meta or isinstance(mask, FakeTensor):  # as torch.export has it
+        return "with a mask that has no values"
     if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
         return "with another attention"
     if context_parallel.active() is not None:

@@ -170,3 +170,24 @@ def test_generate_with_a_compiled_static_cache(device):
     arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     ours.forward = torch.compile(ours.forward, backend="aot_eager")
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_traced_with_a_mask(device):
+    """What torch.jit.trace records of one padded batch is right for another."""
+    ours, eager = tiny.twins("llama", device, torch.float32)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = ours
+
+        def forward(self, input_ids, attention_mask):
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+    ids = tiny.tokens(device)
+    traced = torch.jit.trace(Logits(), (ids, tiny.attention_mask("right", device)))
+    for padding in ("left", "holes"):
+        mask = tiny.attention_mask(padding, device)
+        expected = eager(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(traced(ids, mask)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)

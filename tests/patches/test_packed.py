@@ -671,6 +671,20 @@ def test_a_cache_that_is_given_is_filled():
     assert cache.get_seq_length() == LENGTH and report.forwards == {"with a cache": 1}
 
 
+@pytest.mark.parametrize("how", ["exported", "meta"])
+def test_a_mask_without_values_runs_padded(how):
+    eager, model, report = twins("llama")
+    inputs = batch("right")
+    if how == "meta":
+        outside = {name: x.to("meta") for name, x in inputs.items()}
+        assert model.to("meta")(**outside, use_cache=False).logits.shape == (BATCH, LENGTH, VOCABULARY)
+    else:
+        exported = torch.export.export(model, (), inputs | {"use_cache": False}).module()
+        found, expected = (run(**inputs, use_cache=False).logits[small_models.real_tokens(inputs)] for run in (exported, eager))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert report.forwards == {"with a mask that has no values": 1}
+
+
 def test_masks_that_are_not_padding_run_padded():
     eager, model, report = twins("llama")
     inputs = batch("right")
