@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import types
 import weakref
 
@@ -18,9 +19,10 @@ from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_flash2
 from hf_flash2 import kernels, notices
@@ -422,9 +424,10 @@ class OwnForward(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    "case", ["plain", "bias", "half", "frozen", "own forward", "replaced forward", "more hooks", "other hooks", "whole"]
-)
+SHARDED = ("plain", "bias", "half", "frozen", "own forward", "replaced forward", "more hooks", "other hooks", "inside another", "whole")
+
+
+@pytest.mark.parametrize("case", SHARDED)
 def test_how_often_a_sharded_head_is_called(case, monkeypatch):
     """Once, if its hooks are FSDP's alone: processes have to call it as often as each other, and only its own product may be divided."""
     monkeypatch.setattr(packed_loss, "_is_sharded", lambda module: case != "whole" and isinstance(module, torch.nn.Linear))
@@ -1055,6 +1058,164 @@ def test_a_forward_that_does_more_to_logits_or_loss_keeps_its_loss(model_class):
 def test_a_forward_of_somebody_else_that_does_no_more_has_its_loss_in_chunks():
     torch.manual_seed(0)
     assert hf_flash2.patch(AsTransformers(small_models.config("llama")), packed=True).loss == IN_CHUNKS
+
+
+class CallsTheOneItExtends(LlamaForCausalLM):
+    def forward(self, **kwargs):
+        return super().forward(**kwargs)
+
+
+class LooksAtTheLoss(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        if loss > 1e4:
+            raise RuntimeError("diverged")
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class AddsHiddenStates(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        hidden_states += outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesLabelsFirst(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(labels, logits, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class AsksWhetherThereIsALoss(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss: torch.Tensor | None
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        output = (logits, outputs.past_key_values)
+        return (loss, *output) if loss is not None else output
+
+
+# What is seen in the source of a forward, which is not run.
+KEEP_THEIR_LOSS = {
+    CallsTheOneItExtends: "its forward does not make logits with lm_head",
+    LooksAtTheLoss: "its forward has if loss > 10000.0",
+    AddsHiddenStates: "its forward has hidden_states += outputs.last_hidden_state",
+    GivesLabelsFirst: "its forward has loss = self.loss_function(labels, logits, self.config.vocab_size)",
+    AsksWhetherThereIsALoss: None,
+}
+
+
+@pytest.mark.parametrize("model_class", KEEP_THEIR_LOSS)
+def test_what_a_forward_does_beside_the_loss_is_seen_in_its_source(model_class):
+    reason = KEEP_THEIR_LOSS[model_class]
+    found = hf_flash2.patch(model_class(small_models.config("llama")), packed=True).loss
+    assert found.startswith(IN_CHUNKS if reason is None else f"from logits, by Transformers: {reason}")
+
+
+def test_a_loss_function_that_is_there_already_keeps_its_logits():
+    model = small_models.model("llama")
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    assert hf_flash2.patch(model, packed=True).loss == "from logits, by Transformers: its loss function is its own"
+
+
+def refusal(model) -> str:
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot run packed: ") as error:
+        hf_flash2.patch(model, packed=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["attention_mask", "position_ids", "inputs_embeds", "cache"])
+def test_a_base_model_has_to_take_what_a_packed_batch_needs(missing):
+    model = small_models.model("llama")
+    signature = inspect.signature(LlamaModel.forward)
+    gone = {missing, "past_key_values"} if missing == "cache" else {missing}
+
+    def forward(self, **kwargs):
+        raise AssertionError("not run")
+
+    forward.__signature__ = signature.replace(parameters=[x for name, x in signature.parameters.items() if name not in gone])
+    model.model.__class__ = type("Lacking", (LlamaModel,), {"forward": forward})
+    assert f"the forward of its Lacking has no {missing};" in refusal(model)
+
+
+create_bidirectional_mask = getattr(transformers.masking_utils, "create_bidirectional_mask", None)  # of Transformers 5
+
+
+class AlsoChunks(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        masks = [make(self.config, inputs_embeds) for make in (create_causal_mask, create_chunked_causal_mask)]
+        return super().forward(input_ids, masks, position_ids, past_key_values, inputs_embeds, **kwargs)
+
+
+class OnlyBidirectional(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        mask = create_bidirectional_mask(self.config, inputs_embeds, attention_mask)
+        return super().forward(input_ids, mask, position_ids, past_key_values, inputs_embeds, **kwargs)
+
+
+class NegatesTheMask(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        padding = 1 - attention_mask
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), padding
+
+
+class CutsTheMask(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        last = attention_mask[:, -1]
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), last
+
+
+class NamesTheArguments(LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states, kwargs=kwargs)
+
+
+class HandsOnOthers(LlamaDecoderLayer):
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        others = {"position_embeddings": position_embeddings}
+        return super().forward(hidden_states, **others)
+
+
+# By the class that takes the place of the one of Transformers; none of them is run.
+REFUSED_CLASSES = {
+    AlsoChunks: "AlsoChunks makes masks other than causal ones with or without a window (create_causal_mask, create_chunked_causal_mask)",
+    OnlyBidirectional: "OnlyBidirectional makes masks other than causal ones with or without a window (create_bidirectional_mask)",
+    NegatesTheMask: "NegatesTheMask uses the attention mask for more than attention (padding = 1 - attention_mask)",
+    CutsTheMask: "CutsTheMask uses the attention mask for more than attention (last = attention_mask[:, -1])",
+    NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
+    HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
+}
+
+
+@pytest.mark.parametrize("made", REFUSED_CLASSES)
+def test_forwards_that_packing_would_change_are_refused(made):
+    model = small_models.model("llama")
+    (model.model.layers[1] if issubclass(made, LlamaDecoderLayer) else model.model).__class__ = made
+    assert REFUSED_CLASSES[made] in refusal(model)
+
+
+def test_a_convolution_and_positions_of_several_axes_are_refused():
+    model = small_models.model("llama")
+    model.model.layers[1].mlp.mixer = torch.nn.Conv1d(2, 2, 3)
+    assert "its layers.1.mlp.mixer mixes neighbouring tokens, which may be of different rows" in refusal(model)
+    model = small_models.model("llama")
+    setattr(model.config, "rope_parameters" if VERSION >= (5, 0) else "rope_scaling", {"rope_type": "default", "mrope_section": [2, 2, 2]})
+    assert "its positions have several axes" in refusal(model)
 
 
 class CountsTheMask(LlamaModel):
