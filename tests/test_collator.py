@@ -90,6 +90,7 @@ def test_rows_of_one_length():
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 7, 9, 10]
     assert batch["max_length_q"] == 4
     assert collate([{"input_ids": [1]}])["max_length_q"] == 4  # the padding
+    assert PackingCollator(1)([{"input_ids": [7]}, {"input_ids": [8]}])["input_ids"].tolist() == [[7], [8]]
 
 
 @pytest.mark.parametrize("labels", [False, True])

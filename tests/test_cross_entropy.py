@@ -188,16 +188,19 @@ def test_which_logits_the_kernel_takes(monkeypatch):
     monkeypatch.delenv("HF_FLASH2_LOSS", raising=False)
     logits, labels = problem(torch.bfloat16, 40)
     logits, labels = logits.cpu(), labels.cpu()
-    assert not cross_entropy._kernel_takes(logits, labels)
-    monkeypatch.setattr(cross_entropy, "_on_gpu", lambda device: True)
     monkeypatch.setattr(native, "reason_unavailable", lambda index: None)
+    assert not cross_entropy._kernel_takes(logits, labels)
+    assert cross_entropy.can_fuse(torch.device("cuda", 0), torch.bfloat16)
+    monkeypatch.setattr(cross_entropy, "_on_gpu", lambda device: True)
     assert cross_entropy._kernel_takes(logits, labels) and cross_entropy._kernel_takes(logits[:1], labels[:1])
+    assert cross_entropy._kernel_takes(logits.as_strided((1, 40), (3, 1)), labels[:1])  # the stride of one row is none
     refused = {
         "float64": (logits.double(), labels),
         "strided": (logits[:, ::2], labels),
         "of one row": (logits[:1].expand(6, 40), labels),
         "int32 labels": (logits, labels.int()),
         "strided labels": (logits[:3], labels[::2]),
+        "labels elsewhere": (logits, labels.to("meta")),
         "tensor subclasses": (logits.as_subclass(OnGpu), labels),
     }
     assert [name for name, tensors in refused.items() if cross_entropy._kernel_takes(*tensors)] == []

@@ -862,6 +862,16 @@ def test_a_deep_copy_stands_alone():
     assert report.forwards == {}
 
 
+def test_a_forward_that_a_wrapper_has_left_behind_is_no_wrapper():
+    """accelerate's unwrap_model puts the class's own back, on the instance."""
+    model = small_models.model("llama").train()
+    model.forward = types.MethodType(type(model).forward, model)
+    assert hf_flash2.patch(model, packed=True).loss == IN_CHUNKS
+    assert model(**batch("right"), labels=small_models.labels(batch("right"))).logits is None
+    hf_flash2.unpatch(model)
+    assert model.forward.__func__ is type(model).forward
+
+
 # ----------------------------------------------------------------------------------------------------------------------------- other models
 
 _SIZES = {

@@ -149,6 +149,11 @@ def test_changes_of_the_config_survive_unpatch():
     hf_flash2.unpatch(model)
     assert model.config is config
     assert (config.use_cache, config.task, config._attn_implementation) == (False, "new", "eager")
+    hf_flash2.patch(model)
+    del model.config.task
+    config.use_cache = True  # that of other models, meanwhile
+    hf_flash2.unpatch(model)
+    assert not hasattr(config, "task") and config.use_cache
 
 
 def test_an_implementation_set_later_wins():
@@ -281,8 +286,13 @@ def test_a_part_that_cannot_be_served_is_skipped_with_the_reason(monkeypatch):
     before = snapshot(model)
     report = hf_flash2.patch(model)
     assert (report.family, report.found, report.patched) == ("interface + llama", 4, 4)
+    assert model.config.vision_config is tower.config and model.config.vision_config is not config.vision_config
     hf_flash2.unpatch(model)
     assert_same(before, snapshot(model))
+    tower.config._attn_implementation = "sdpa"
+    assert "eager (model)" in hf_flash2.patch(model).previous and "sdpa (vision_" in hf_flash2.patch(model).previous
+    hf_flash2.unpatch(model)
+    tower.config._attn_implementation = "eager"
 
     monkeypatch.setattr(type(tower), "_supports_flash_attn", False)
     report = hf_flash2.patch(model)
@@ -407,6 +417,10 @@ def test_attention_that_extends_one_which_calls_the_interface():
     hf_flash2.unpatch(model)
     model.model.layers[0].self_attn.__class__ = Foreign
     assert list(hf_flash2.patch(model).calls) == ["model.layers.1.self_attn"]
+    hf_flash2.unpatch(model)
+    model.model.layers[1].self_attn.__class__ = Foreign
+    with pytest.raises(ValueError, match="no attention layer of LlamaForCausalLM .*: none of its modules calls its attention through"):
+        hf_flash2.patch(model)
 
 
 @pytest.mark.parametrize("packed", (False, True))
