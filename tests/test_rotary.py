@@ -102,7 +102,13 @@ def test_in_place(device, interleaved):
         odd = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (q, k)]  # an address that is no multiple of 16
         assert all(x.data_ptr() % 16 for x in odd)
         assert all(map(torch.equal, rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True), expected))
-        q, k = (x.clone(memory_format=torch.preserve_format) for x in (q, k))
+        aligned = q.clone(memory_format=torch.preserve_format), k.clone(memory_format=torch.preserve_format)
+        for q, k in ((odd[0], aligned[1]), (aligned[0], odd[1])):  # either both or none
+            found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+            assert all(map(torch.equal, found, expected)) and not any(x is y for x, y in zip(found, (q, k), strict=True))
+        q, k = aligned
+        found = rotary.apply_rotary(q, k, cos, sin, interleaved)
+        assert all(map(torch.equal, found, expected)) and not any(map(torch.equal, found, aligned))
         found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
         assert all(map(torch.equal, found, expected)) and all(x is y for x, y in zip(found, (q, k), strict=True))
 
@@ -178,6 +184,15 @@ def test_which_tensors_are_fused(monkeypatch):
         "angles elsewhere": [q, k, *(x.to("meta") for x in (cos, sin))],
         "sines of another shape": [q, k, cos, sin[..., :32].contiguous()],
         "tensor subclasses": [q.as_subclass(OnGpu), k, cos, sin],
+        "sines of a tensor subclass": [q, k, cos, sin.as_subclass(OnGpu)],
+        "sines with a gradient": [q, k, cos, sin.clone().requires_grad_()],
+        "strided cosines": [q, k, cos[..., ::2], sin[..., :32].contiguous()],
+        "strided sines": [q, k, cos[..., :32].contiguous(), sin[..., ::2]],
+        "angles at an odd address": [q, k, *(torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (cos, sin))],
+        "angles of four dims": [q, k, cos[..., None], sin[..., None]],
+        "angles of three rows for two": [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)],
+        "more angles than head_dim": problem("cpu", torch.bfloat16, 64, 80, False),
+        "a head dim that is no multiple of 8": problem("cpu", torch.bfloat16, 60, 48, False),
     }
     assert [name for name, tensors in refused.items() if rotary.can_fuse(*tensors)] == []
     with torch.no_grad(), forward_ad.dual_level():  # a tangent would be lost
