@@ -109,6 +109,7 @@ class Row:
     parameters: int
     gradient_checkpointing: bool
     timed_steps: int
+    compiled: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=positive, default=4, help="of each arm (default 4)")
     parser.add_argument("--steps", type=positive, default=3, help="timed steps in a turn, behind one that is not timed (default 3)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="non-reentrant, of every layer")
+    parser.add_argument("--compile", action="store_true", help="the model under torch.compile, compiled anew in every turn")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per arm, after each preset")
     plot_arguments(parser, "real tokens/s and peak memory")
@@ -167,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     profiles: list[bench_profile.Breakdown] = []
     for name in args.preset:
         preset = PRESETS[name]
-        training = Training(build(preset, device, args.gradient_checkpointing), make_batch(preset, device))
+        training = Training(build(preset, device, args.gradient_checkpointing), make_batch(preset, device), args.compile)
         print(describe(name, training, args), flush=True)
         samples = measure(training, args)
         measured = rows_of(name, training, args, samples)
@@ -227,6 +229,7 @@ def profile(name: str, training: "Training", samples: dict[str, Samples]) -> Ite
     for arm, found in samples.items():
         if found.outcome == OK:
             with switched(training.model, arm):
+                training.begin()
                 events = bench_profile.profiled_step(training.step, training.synchronize)
             training.forget()
             yield bench_profile.breakdown(name, arm, 1e3 * middle(found.seconds)[1], events)
@@ -274,8 +277,8 @@ def make_batch(preset: Preset, device: torch.device) -> dict[str, torch.Tensor]:
 class Training:
     """Model, optimizer and batch that all arms share."""
 
-    def __init__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]):
-        self.model, self.batch = model, batch
+    def __init__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor], compiled: bool = False):
+        self.model, self.batch, self.compiled = model, batch, compiled
         self.device = batch["input_ids"].device
         self.parameters = list(model.parameters())
         self.size = sum(parameter.numel() for parameter in self.parameters)
@@ -284,6 +287,13 @@ class Training:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.forget()
+
+    def begin(self) -> None:
+        """The step of an arm that is not timed."""
+        if self.compiled:
+            torch.compiler.reset()  # of many arms and turns Dynamo would keep the first few, and run the others uncompiled
+            self.model.compile()
+        self.step()
 
     def step(self) -> torch.Tensor:
         """One optimisation step. Returns the loss; the gradients stay."""
@@ -312,7 +322,7 @@ def take_turn(training: Training, arm: str, steps: int, samples: Samples) -> Non
     with switched(training.model, arm):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        training.step()
+        training.begin()
         samples.gradient_norm = training.gradient_norm()
         for _ in range(steps):
             training.synchronize()
@@ -364,7 +374,7 @@ def rows_of(name: str, training: Training, args: argparse.Namespace, samples: di
                 gradient_norm=found.gradient_norm if ran else None,
                 gradient_ratio=found.gradient_norm / samples[first].gradient_norm if ran else None, backend=found.backend,
                 batch=batch, seqlen=seqlen, real_tokens=real_tokens, parameters=training.size,
-                gradient_checkpointing=args.gradient_checkpointing, timed_steps=len(found.seconds),
+                gradient_checkpointing=args.gradient_checkpointing, timed_steps=len(found.seconds), compiled=training.compiled,
             )
         )  # fmt: skip
     return rows
@@ -388,10 +398,10 @@ def describe(name: str, training: Training, args: argparse.Namespace) -> str:
     """One line about a preset."""
     mask = training.batch["attention_mask"]
     size = f"{training.size / 1e9:.2f} B" if training.size > 1e8 else f"{training.size / 1e6:.1f} M"
-    checkpointing = ", gradient checkpointing" if args.gradient_checkpointing else ""
+    options = ", gradient checkpointing" * args.gradient_checkpointing + ", compiled" * training.compiled
     return (
         f"\n{name}: {PRESETS[name].family} shape of {size} parameters, {mask.shape[0]} x {mask.shape[1]} tokens, "
-        f"{int(mask.sum())} of them real, bf16, AdamW{checkpointing}; {args.turns} turns of {args.steps} timed steps"
+        f"{int(mask.sum())} of them real, bf16, AdamW{options}; {args.turns} turns of {args.steps} timed steps"
     )
 
 
@@ -453,4 +463,5 @@ def tick(rows: dict[tuple[str, str], Row], preset: str, arms: Iterable[str]) -> 
     row = next(rows[preset, arm] for arm in arms if (preset, arm) in rows)
     fill = row.real_tokens / (row.batch * row.seqlen)
     padding = f"{1 - fill:.0%} padding" if fill < 1 else "no padding"
-    return f"{preset}\n{row.batch} x {row.seqlen}, {padding}{', checkpointing' * row.gradient_checkpointing}"
+    options = ", checkpointing" * row.gradient_checkpointing + ", compiled" * row.compiled
+    return f"{preset}\n{row.batch} x {row.seqlen}, {padding}{options}"

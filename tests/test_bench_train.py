@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from hf_flash2 import bench_shared, cli
 from hf_flash2 import bench_train as bench
-from hf_flash2 import cli
 from hf_flash2.bench_shared import write_csv
 
 pytestmark = pytest.mark.timeout(120)
@@ -72,6 +72,24 @@ def test_every_arm_ends_with_the_same_loss_and_gradient(tmp_path, capsys, checkp
     printed = capsys.readouterr().out
     assert "every loss and gradient agrees" in printed
     assert ("say nothing about a GPU" in printed) == (DEVICE == "cpu")
+
+
+def test_compiled_arms(tmp_path, monkeypatch):
+    """Each arm is compiled anew: its graph has its own attention, and says what it computed with the other arms."""
+    graphs, compile_module = [], torch.nn.Module.compile
+
+    def backend(graph, example_inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend=backend))
+    assert train("--compile", "--turns", "2", "--arms", "sdpa", "hf_flash2", "--csv", str(tmp_path / "t.csv")) == 0
+    attention = [[name for name in ("scaled_dot_product", "hf_flash2.flash_attn") if name in " ".join(targets)] for targets in graphs]
+    assert [found for found in attention if found] == [["scaled_dot_product"], ["hf_flash2.flash_attn"]] * 2
+    lines = read(tmp_path / "t.csv")
+    assert [line["compiled"] for line in lines] == ["True", "True"]
+    [row, _], _ = bench_shared.read_csv(tmp_path / "t.csv", bench.Row)
+    assert ", compiled" in bench.tick({("tiny", "sdpa"): row}, "tiny", ["sdpa"])
 
 
 def test_the_arms_run_what_they_are_called():
