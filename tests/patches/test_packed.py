@@ -674,7 +674,10 @@ def test_a_cache_that_is_given_is_filled():
     assert cache.get_seq_length() == LENGTH and report.forwards == {"with a cache": 1}
 
 
-@pytest.mark.parametrize("how", ["exported", "meta"])
+@pytest.mark.parametrize(
+    "how",
+    ["exported", pytest.param("meta", marks=pytest.mark.skipif(VERSION < (5, 0), reason="its models ask for autocast of a meta device"))],
+)
 def test_a_mask_without_values_runs_padded(how):
     eager, model, report = twins("llama")
     inputs = batch("right")
@@ -702,11 +705,12 @@ def test_masks_that_are_not_padding_run_padded():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_implementation_set_later_sees_a_padded_batch(family, implementation):
     """It finds the rows of packed tokens by their positions alone, and would take padding inside one for its end."""
-    eager, model, report = twins(family)
+    plain, model, report = twins(family)
+    plain.set_attn_implementation(implementation)  # GPT-2's sdpa is not its eager attention before Transformers 5
     model.set_attn_implementation(implementation)
     inputs = batch("holes")
     labels = small_models.labels(inputs)
-    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(plain, **inputs, labels=labels))
     assert report.forwards == {"with another attention": 1}
 
 
