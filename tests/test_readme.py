@@ -104,9 +104,17 @@ def test_beside_flash_attention_4():
         assert f"ahead at every point, by {forward} forward and {backward} backward" in text
 
 
-@pytest.mark.parametrize(("text", "title"), [(README, "**A training step**"), (FIGURES, "## A training step")], ids=["README", "FIGURES"])
-def test_a_training_step(text, title):
-    read = [row for name in ("train", "train_gemma4") for row in read_csv(DOCS / f"{name}.csv", bench_train.Row)[0]]
+@pytest.mark.parametrize(
+    ("text", "title", "names"),
+    [
+        (README, "**A training step**", ["train", "train_gemma4"]),
+        (FIGURES, "## A training step", ["train", "train_gemma4"]),
+        (README, "**A compiled training step**", ["train_compiled"]),
+        (FIGURES, "## A compiled training step", ["train_compiled"]),
+    ],
+)
+def test_a_training_step(text, title, names):
+    read = [row for name in names for row in read_csv(DOCS / f"{name}.csv", bench_train.Row)[0]]
     rows = [row for row in read if row.outcome == bench_train.OK]
     measured = [[f"{row.tokens_per_second:,.0f}", f"{row.peak_gib:.1f} GiB", f"{row.step_ms:.0f}"] for row in rows]
     table = table_below(title, text)
