@@ -451,7 +451,7 @@ def _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, s
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     if softcap:
         return _capped(q, k, v, dense_mask, dropout, scaling, softcap).transpose(1, 2)
-    gqa = q.shape[1] != k.shape[1]
+    gqa = bool(q.shape[1] != k.shape[1])  # a tensor while torch.jit traces
     return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, scale=scaling, enable_gqa=gqa).transpose(1, 2)
 
 

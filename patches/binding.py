@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..notices import CALLS, Calls
 
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
 IMPLEMENTATION = "_attn_implementation_internal"  # where Transformers keeps the implementation in a config; never saved
+_SWITCHED = "_attn_was_changed"  # its mark on a config that set_attn_implementation has switched, and does not switch while it is there
 
 
 @dataclass
@@ -166,9 +167,18 @@ def own_configs(root: nn.Module) -> list[OwnConfig]:
     copies = {key: copy.copy(config) for key, config in originals.items()}
     for config in copies.values():
         _replace(config, copies)
+        vars(config).pop(_SWITCHED, None)
     for module in root.modules():
         _replace(module, copies)
     return [OwnConfig(copies[key], original, dict(vars(copies[key]))) for key, original in originals.items()]
+
+
+def switch(model: PreTrainedModel, implementation: str | dict[str, str], configs: list[OwnConfig]) -> None:
+    """set_attn_implementation of a model with own configs, without the marks that it leaves on parts that the model's config does not name:
+    it would not switch them another time."""
+    model.set_attn_implementation(implementation)
+    for config in configs:
+        vars(config.own).pop(_SWITCHED, None)
 
 
 def restore_configs(root: nn.Module, configs: list[OwnConfig]) -> None:

@@ -12,7 +12,7 @@ from .. import ops
 from ..notices import NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
-from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, own_configs, restore_configs, unbind, wrapper_of
+from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, own_configs, restore_configs, switch, unbind, wrapper_of
 from .contract import base_of, reason_loss_is_upstream, reason_not_packable
 from .family import Family
 from .loss import causal_lm_forward
@@ -63,7 +63,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     previous = _implementations(target)
     configs = own_configs(model)
     try:
-        target.set_attn_implementation(_requested_implementation(target))
+        switch(target, _requested_implementation(target), configs)
         _switch_configs_left_behind(target)
         report = PatchReport(type(target).__name__, "", backend, previous)
         _bind_layers(target, report)
