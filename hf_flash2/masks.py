@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ def hf_flash2_mask(
         q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
     # Transformers looks for documents where there is no mask, and numbers them upwards; an overlay of somebody else's (use_vmap) need not.
-    if pattern.documents is not None and (attention_mask is not None or kwargs.get("use_vmap")):
+    if pattern.documents is not None and (attention_mask is not None or (kwargs.get("use_vmap") and not _adds_documents(mask_function))):
         pattern = _Pattern(_CUSTOM_PATTERN)
     if attention_mask is not None and holds_documents(attention_mask):
         attached = getattr(attention_mask, ATTRIBUTE, None)
@@ -303,8 +303,8 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
 def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return _Pattern(_CUSTOM_PATTERN)
-    closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
-    match mask_function.__qualname__.partition(".")[0]:
+    name, closed_over = _made_by(mask_function)
+    match name:
         case "causal_mask_function":
             return _Pattern()
         case "bidirectional_mask_function":
@@ -322,6 +322,8 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
                 any(part.causal for part in parts),
                 next((part.documents for part in parts if part.documents is not None), None),
             )
+        case "or_masks":
+            return _read_union(*closed_over["mask_functions"], config=config)
         case "remap_positions_for_packed_sequence":
             return _read_mask_function(closed_over["mask_function"], keys_end, config)
         case "packed_sequence_mask_function":
@@ -329,6 +331,56 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
         case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
             return _Pattern(causal=False)
     return _Pattern(_CUSTOM_PATTERN)
+
+
+def _adds_documents(mask_function: Callable) -> bool:
+    """Whether the documents of a mask function that was understood are what Transformers itself adds, last, to a pattern within each."""
+    name, closed_over = _made_by(mask_function)
+    parts = closed_over["mask_functions"] if name == "and_masks" else ()
+    if [_made_by(part)[0] for part in parts] != ["remap_positions_for_packed_sequence", "packed_sequence_mask_function"]:
+        return False
+    return _read_mask_function(parts[0], sys.maxsize, None).documents is None
+
+
+def _made_by(mask_function: Callable) -> tuple[str, dict[str, Any]]:
+    """The name of the function that is, or made, a mask function of Transformers, and what that closes over."""
+    if not isinstance(mask_function, FunctionType):
+        return "", {}
+    closed_over = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True))
+    return mask_function.__qualname__.partition(".")[0], closed_over
+
+
+def _read_union(mask_function: Callable, *overlays: Callable, config: Any) -> _Pattern:
+    """Of a causal pattern and its mirror image, as EmbeddingGemma asks for it: all keys are seen, or those less than a window away."""
+    window = getattr(config, "sliding_window", None)
+    name, closed_over = _made_by(mask_function)
+    parts = closed_over["mask_functions"] if name == "and_masks" else (mask_function,)
+    kinds = {_made_by(part)[0]: _made_by(part)[1].get("sliding_window") for part in parts}
+    if len(overlays) == 1 and kinds == {"causal_mask_function": None} and _is_always_true(overlays[0]):
+        return _Pattern(causal=False)
+    causal_window = {"causal_mask_function": None, "sliding_window_overlay": window}
+    if len(overlays) == 1 and window and kinds == causal_window and _is_window_of_both_sides(overlays[0], window):
+        return _Pattern(causal=False) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
+    return _Pattern(_CUSTOM_PATTERN)
+
+
+def _is_always_true(overlay: Callable) -> bool:
+    """Whether a mask function says True of indices that it cannot have looked at."""
+    if getattr(overlay, "__closure__", ()) is not None:
+        return False
+    try:
+        return bool(overlay(*(object() for _ in range(4))))
+    except Exception:  # it looked at them
+        return False
+
+
+def _is_window_of_both_sides(overlay: Callable, window: int) -> bool:
+    """Whether it is the function of Transformers' models for distances less than a window."""
+    if not getattr(overlay, "__module__", "").startswith("transformers.models."):
+        return False
+    name, closed_over = _made_by(overlay)
+    seen = [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))]
+    return name == "_bidirectional_window_overlay" and closed_over == {"sliding_window": window} and seen == [True, True, False, False]
 
 
 @torch.compiler.assume_constant_result

@@ -1,5 +1,7 @@
 """Models with attn_implementation="hf_flash2" against the same models with eager attention: logits, gradients, generation, causality."""
 
+import itertools
+
 import pytest
 import tiny_models as tiny
 import torch
@@ -80,6 +82,35 @@ def test_the_mask_knows_what_is_causal_without_padding_too(family, patched, devi
             return model(input_ids=ids[:, 7:], past_key_values=first.past_key_values).logits
 
     tiny.assert_as_exact_as_eager(*map(in_two, models))
+
+
+@pytest.mark.parametrize("padding", ["dense", "left", "right", "holes"])
+def test_a_decoder_whose_tokens_see_both_sides(padding, device):
+    """EmbeddingGemma: its masks are causal ones, with or without a window, and their mirror images."""
+    ours, eager = tiny.twins("gemma3", device, DTYPES[0], use_bidirectional_attention=True, sliding_window=9)
+    assert ours.config.sliding_window == 5
+    models = ours, eager, tiny.eager_in_float32(eager)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": tiny.attention_mask(padding, device), "use_cache": False}
+    kept = tiny.real(inputs["attention_mask"], inputs["input_ids"])
+    tiny.assert_as_exact_as_eager(*(logits(model, **inputs)[kept] for model in models))
+    assert routes(ours, **inputs) == {"dense" if padding == "dense" else "padded"}
+
+
+@pytest.mark.parametrize("flash_kwargs", [False, True])
+def test_documents_whose_tokens_see_both_sides(flash_kwargs, device):
+    """As sentence-transformers flattens them."""
+    ours, eager = tiny.twins("gemma3", device, DTYPES[0], use_bidirectional_attention=True, sliding_window=9)
+    models = ours, eager, tiny.eager_in_float32(eager)
+    lengths = (7, 1, SEQLEN - 4)
+    inputs = {"input_ids": tiny.tokens(device, 1, sum(lengths)), "use_cache": False}
+    inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+    if flash_kwargs:
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+    tiny.assert_as_exact_as_eager(*(logits(model, **inputs) for model in models))
+    # Transformers says since then which documents it has found itself; before version 5 it does not say who lays anything over a mask.
+    knows = VERSION < (5, 0) or hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence")
+    assert routes(ours, **inputs) == {"documents" if knows else "sdpa"}
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its configs do not say this")

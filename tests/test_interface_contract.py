@@ -440,6 +440,12 @@ def everything_visible_before(column: int):
 
 PATTERNS = {
     "prefix": lambda device: masking_utils.or_masks(masking_utils.causal_mask_function, everything_visible_before(4)),
+    "all keys, by looking": lambda device: masking_utils.or_masks(
+        masking_utils.causal_mask_function, lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx >= q_idx - q_idx
+    ),
+    "all keys, but no window of theirs": lambda device: masking_utils.or_masks(
+        masking_utils.sliding_window_causal_mask_function(5), lambda *indices: torch.tensor(True, device=device)
+    ),
     "chunks": lambda device: masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64, device=device)),
     "overlay on a window": lambda device: masking_utils.and_masks(
         masking_utils.sliding_window_causal_mask_function(5), lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx != 2
