@@ -69,10 +69,15 @@ class PackingCollator:
     Called with a list of examples, mappings of one-dimensional lists, arrays or tensors:
         input_ids; labels, as long (default: input_ids); attention_mask, as long: where it is 0 a token is left out, so that examples may
         come padded. Other keys are left out, and so are examples without a token.
-    Returns a batch of R rows (1 for max_length=None) for any decoder of Transformers, without an attention_mask:
+    Returns a batch of R rows (1 for max_length=None), without an attention_mask:
         input_ids, labels, position_ids: int64 [R, L]; the positions restart at 0 with each document.
+        seq_idx: int32 [R, L], the number of the document that each token belongs to, which layers other than attention go by.
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where each document starts among the R * L tokens, row after row.
         max_length_q, max_length_k: int, the longest document.
+    For decoders of Transformers whose position_ids count from 0: not for those of BART and its kin, which take none, nor for RoBERTa, which
+    counts from another number. What mixes tokens beside attention (Mamba, convolutions) has to keep documents apart by seq_idx: Bamba,
+    Falcon-H1, LFM2 and others do, or raise an error without the kernels that they need for it (Transformers 5.24); Jamba does not look at
+    it, and its documents see each other.
     Under context parallelism max_length has to be a multiple of twice the processes; the cu_seq_lens stay those of whole rows.
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
     looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
@@ -116,6 +121,7 @@ class PackingCollator:
             "input_ids": torch.cat([input_ids for input_ids, _ in documents]).view(shape),
             "labels": torch.cat([labels for _, labels in documents]).view(shape),
             "position_ids": torch.cat([torch.arange(length) for length in lengths]).view(shape),
+            "seq_idx": torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)).view(shape),
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max(lengths),

@@ -72,10 +72,11 @@ def test_one_row_without_padding():
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 3]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
     assert batch["max_length_q"] == batch["max_length_k"] == 3
     assert {name: x.dtype if isinstance(x, torch.Tensor) else type(x) for name, x in batch.items()} == {
-        "input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64,
+        "input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "seq_idx": torch.int32,
         "cu_seq_lens_q": torch.int32, "cu_seq_lens_k": torch.int32, "max_length_q": int, "max_length_k": int,
     }  # fmt: skip
 
@@ -87,6 +88,7 @@ def test_rows_of_one_length():
     assert batch["input_ids"].tolist() == [[20, 21, 22, 23, 30], [10, 11, 40, 41, 2]]
     assert batch["labels"].tolist() == [[-1, 21, 22, 23, -1], [-1, 11, -1, 41, -1]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 0, 1, 0]]
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 0, 1], [2, 2, 3, 3, 4]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 5, 7, 9, 10]
     assert batch["max_length_q"] == 4
     assert collate([{"input_ids": [1]}])["max_length_q"] == 4  # the padding
@@ -98,7 +100,8 @@ def test_one_row_is_that_of_transformers(labels):
     features = examples()
     if labels:
         features = [f | {"labels": [-100] * (len(f["input_ids"]) // 2) + f["input_ids"][len(f["input_ids"]) // 2 :]} for f in features]
-    theirs, ours = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features), PackingCollator()(features)
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(features)
+    ours = PackingCollator()(features)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if isinstance(expected, torch.Tensor):
