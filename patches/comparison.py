@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .. import packing
 from .instance import patch_options, patched, pretrained_model, unpatch
 from .report import PatchReport
 
@@ -86,7 +87,8 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
     Raises:
         ValueError: there is no copy in higher precision to compare with, as the model is quantised or float64; the batch is no mapping or
-            has no real token; the model's output has nothing to compare; a PEFT adapter puts prompts before the model.
+            has no real token, or packs documents for an encoder; the model's output has nothing to compare; a PEFT adapter puts prompts
+            before the model.
 
     Runs in evaluation mode without gradients. Needs memory for one more copy of the model in the reference dtype.
     """
@@ -106,6 +108,11 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     if getattr(target.config, "quantization_config", None) is not None:
         raise ValueError(
             "verify needs a copy of the model in higher precision, which a quantised model does not have; verify it unquantised"
+        )
+    if _is_encoder(target) and _has_documents(batch):
+        raise ValueError(
+            "verify compares with eager attention, whose documents see each other in an encoder such as this one; verify a padded batch "
+            "of the same texts"
         )
     inputs = {"use_cache": False, **batch} if _takes(target, "use_cache") else dict(batch)
     eager = copy.deepcopy(target)
@@ -134,6 +141,21 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         dtype, reference_dtype, error.max().item(), error.mean().item(), eager_error.max().item(), eager_error.mean().item(),
         int(real.sum()), idle,
     )  # fmt: skip
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    """Whether no attention of the model is causal, nor made of causal masks, in which Transformers knows of documents (EmbeddingGemma)."""
+    if getattr(model.config, "use_bidirectional_attention", None):
+        return False
+    causal = [x.is_causal for x in model.modules() if hasattr(x, "is_causal") and not getattr(x, "is_cross_attention", False)]
+    return bool(causal) and not any(causal)
+
+
+def _has_documents(batch: Mapping[str, torch.Tensor]) -> bool:
+    position_ids = batch.get("position_ids") if batch.get("attention_mask") is None else None
+    if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and len(position_ids) == 1:
+        return packing.documents_from_position_ids(position_ids) is not None
+    return batch.get("cu_seq_lens_q") is not None
 
 
 def _idle_layers(report: PatchReport, before: dict[str, int]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import small_models
+import tiny_models
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from small_models import FAMILIES
@@ -153,6 +154,25 @@ def test_a_batch_without_a_real_token_is_refused():
     inputs = small_models.batch("dense")
     with pytest.raises(ValueError, match="no real token"):
         hf_flash2.verify(small_models.model("llama"), inputs | {"attention_mask": torch.zeros_like(inputs["input_ids"])})
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its encoders do not call the attention interface")
+@pytest.mark.parametrize("told_by", ["cu_seq_lens", "position_ids"])
+def test_documents_of_an_encoder_are_refused(told_by):
+    """Those of eager attention see each other there, and a right result would be called wrong."""
+    encoder = tiny_models.model("modernbert", "eager")
+    ids = small_models.batch("dense")["input_ids"][:1, :12]
+    restarting = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    documents = {"position_ids": restarting}
+    if told_by == "cu_seq_lens":
+        documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    with pytest.raises(ValueError, match="documents see each other in an encoder such as this one; verify a padded batch"):
+        hf_flash2.verify(encoder, {"input_ids": ids, **documents})
+    one = {"input_ids": ids, "position_ids": torch.arange(12)[None]}
+    assert hf_flash2.verify(encoder, one).ok and hf_flash2.verify(encoder, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).ok
+    packed = hf_flash2.verify(small_models.model("llama"), {"input_ids": ids, "position_ids": restarting} | documents)
+    assert packed.ok
 
 
 def test_float64_has_no_higher_precision():
