@@ -378,7 +378,7 @@ def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
 
 def _has_known_values(x: torch.Tensor) -> bool:
     """Where it costs no synchronisation to look at them."""
-    return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling() and not ops.is_transformed()
 
 
 def _integer(x: object) -> object:

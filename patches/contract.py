@@ -19,6 +19,9 @@ from .binding import LAYER
 CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since
 
 
+_NO_SOURCE = "the source of its forward cannot be read"
+
+
 def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.Module]) -> str | None:
     """Why a model cannot run packed, as a sentence; None when it can. Read from the modules and from the sources of their classes.
 
@@ -26,6 +29,13 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
         attention_layers: the modules whose attention runs on hf_flash2. Rows packed into one are safe only where nothing else mixes
             tokens, where the sequences reach every attention, and where the mask is used for nothing but attention.
     """
+    try:
+        return _reason_not_packable(model, attention_layers)
+    except OSError:
+        return _NO_SOURCE
+
+
+def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.Module]) -> str | None:
     base = base_of(model)
     name = type(base).__name__
     takes = inspect.signature(type(base).forward).parameters
@@ -34,7 +44,9 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
         missing.append(CACHES[-1])
     if missing:
         return f"the forward of its {name} has no {', '.join(missing)}"
-    layers = getattr(base.config, "num_hidden_layers", 0)
+    layers = getattr(base.config, "num_hidden_layers", None)
+    if layers is None and base.config.sub_configs:
+        return "it is made of several models; its language model alone may be, as patch(model.get_decoder(), packed=True)"
     if len(attention_layers) != layers:
         return f"it has {layers} layers, and the attention of {len(attention_layers)} runs on hf_flash2"
     for path, module in base.named_modules():
@@ -132,7 +144,10 @@ def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
         return "it has no language model head"
     if model.loss_function is not ForCausalLMLoss:
         return "its loss function is its own"
-    return _reason_loss_is_own(type(model))
+    try:
+        return _reason_loss_is_own(type(model))
+    except OSError:
+        return _NO_SOURCE
 
 
 def _reason_loss_is_own(model_class: type) -> str | None:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..masks import source_of
 from ..notices import NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
@@ -176,6 +177,9 @@ def _switch_configs_left_behind(model: PreTrainedModel) -> None:
 
 def _reason_refused(model: PreTrainedModel) -> str | None:
     """Why Transformers or hf_flash2 will not let this (sub-)model switch, or None."""
+    extended = next((base for base in type(model).__mro__ if source_of(base.__module__)), None)
+    if extended not in (type(model), PreTrainedModel) and hasattr(extended, "_can_set_attn_implementation"):
+        extended._can_set_attn_implementation()  # of a class of a notebook it cannot read the source: it takes what it said of another
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} does not call its attention through Transformers' AttentionInterface"
     return reason_model_unsupported(model)

@@ -744,3 +744,21 @@ def test_parity_notices_what_is_broken(what, family, padding, breaks, device):
     breaks(what)
     with pytest.raises(AssertionError, match="error"):
         assert_logits_match(family, device, DTYPES[0], mask, route, input_ids=tiny.tokens(device))
+
+
+def test_vmap_over_padded_rows(device):
+    """Eager attention does it, too; nothing looks at what the rows hold."""
+    ours, eager = tiny.twins("llama", device, DTYPES[0])
+    ids, mask = tiny.tokens(device), tiny.attention_mask("left", device)
+
+    def in_rows(model) -> torch.Tensor:
+        parameters = dict(model.named_parameters())
+
+        def of_row(ids, mask):
+            inputs = {"input_ids": ids[None], "attention_mask": mask[None], "use_cache": False}
+            return torch.func.functional_call(model, parameters, kwargs=inputs).logits[0]
+
+        return torch.vmap(of_row)(ids, mask)
+
+    models = ours, eager, tiny.eager_in_float32(eager)
+    tiny.assert_as_exact_as_eager(*(in_rows(model)[mask.bool()] for model in models))

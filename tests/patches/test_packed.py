@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import sys
 import types
 import weakref
 
@@ -17,7 +18,7 @@ from emulator import build
 from hf_flash2.patches import loss as packed_loss
 from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import CLIPVisionConfig, LlamaForCausalLM, LlamaModel, LlavaConfig, LlavaForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -1267,3 +1268,44 @@ def test_the_layout_of_a_batch():
     assert (layout.max_seqlen, layout.batch, layout.seqlen) == (3, 3, 4)
     x = torch.arange(12.0).view(3, 4)
     assert torch.equal(layout.pad(layout.pack(x)), x * mask)
+
+
+def test_a_composite_model_is_told_which_part_may_be_packed():
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
+    config = LlavaConfig(vision_config=vision, text_config=small_models.config("llama"), image_token_index=60)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(ValueError, match=r"several models; .* alone may be, as patch\(model.get_decoder\(\), packed=True\)"):
+        hf_flash2.patch(model, packed=True)
+    inputs = batch("right")
+    expected = model(**inputs, use_cache=False).logits[small_models.real_tokens(inputs)]
+    report = hf_flash2.patch(model.get_decoder(), packed=True)
+    found = model(**inputs, use_cache=False).logits[small_models.real_tokens(inputs)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert report.forwards == {"packed": 1}
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its classes have to be in a file")
+def test_a_forward_without_a_source_leaves_the_loss_upstream_and_is_not_packed(monkeypatch):
+    """A class made by exec, or compiled by Cython."""
+    cells = types.ModuleType("cells")
+    monkeypatch.setitem(sys.modules, "cells", cells)
+    code = """
+from transformers import LlamaForCausalLM, LlamaModel
+
+class MyLlamaForCausalLM(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+class MyLlamaModel(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, cache=None, **kwargs):
+        return super().forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+"""
+    exec(code, vars(cells))
+    model = small_models.model("llama")
+    model.__class__ = cells.MyLlamaForCausalLM
+    report = hf_flash2.patch(model, packed=True)
+    assert report.loss == "from logits, by Transformers: the source of its forward cannot be read"
+    hf_flash2.unpatch(model)
+    model.model.__class__ = cells.MyLlamaModel
+    with pytest.raises(ValueError, match="cannot run packed: the source of its forward cannot be read"):
+        hf_flash2.patch(model, packed=True)

@@ -4,6 +4,8 @@ import copy
 import io
 import json
 import pickle
+import sys
+import types
 
 import pytest
 import small_models
@@ -18,6 +20,7 @@ from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
     EncoderDecoderModel,
+    LlamaForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -512,3 +515,19 @@ def test_layers_whose_model_was_given_another_config_follow_it(previous):
     assert encoder.layers[0].self_attn.config._attn_implementation == previous
     model.set_attn_implementation("sdpa")  # which marks parts as switched, and may leave the mark there
     assert len(hf_flash2.patch(model).layers) == 6
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its classes have to be in a file")
+def test_a_class_of_a_notebook_is_patched_as_the_one_that_it_extends(monkeypatch):
+    """Transformers cannot read its source, and says of it what it has said of a class that it extends."""
+    cells = types.ModuleType("cells")
+    monkeypatch.setitem(sys.modules, "cells", cells)
+    exec("from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM):\n    pass\n", vars(cells))
+    monkeypatch.delattr(LlamaForCausalLM, "_can_set_attn_implementation_cached_value", raising=False)
+    torch.manual_seed(0)
+    model = cells.Mine._from_config(small_models.config("llama"), attn_implementation="eager").eval()
+    expected = logits(model)
+    report = hf_flash2.patch(model)
+    assert len(report.layers) == 2 and report.skipped == {}
+    real = small_models.real_tokens(small_models.batch("left"))
+    torch.testing.assert_close(logits(model)[real], expected[real], rtol=0, atol=1e-4)
