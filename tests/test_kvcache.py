@@ -194,20 +194,38 @@ WRONG = {
     "v alone": (tensors(k=None), "k and v come together"),
     "no lengths": (tensors(cache_seqlens=None), "cache_seqlens must be given"),
     "lengths of another type": (tensors(cache_seqlens=torch.tensor([3, 4])), r"cache_seqlens must be .* int32 .*got torch.int64 \[2\]"),
+    "no lengths for a table": (tensors(k=None, v=None, cache_seqlens=None), "cache_seqlens must be given"),
+    "no lengths for new keys": (
+        tensors(k_cache=torch.zeros(2, 9, 2, 64), v_cache=torch.zeros(2, 9, 2, 64), cache_seqlens=None, block_table=None),
+        "cache_seqlens must be given",
+    ),
+    "list of lengths": (tensors(cache_seqlens=[3, 4]), r"cache_seqlens must be an int or an int32 tensor .*got \[3, 4\]"),
+    "lengths elsewhere": (
+        tensors(cache_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")),
+        r"cache_seqlens must be .* on cpu, got .* on meta",
+    ),
     "lengths of another batch": (tensors(cache_seqlens=torch.zeros(3, dtype=torch.int32)), r"cache_seqlens must be .*\[2\]"),
     "table of another type": (tensors(block_table=torch.zeros(2, 3)), "block_table must be an int32 tensor"),
     "table of another batch": (tensors(block_table=torch.zeros(3, 3, dtype=torch.int32)), r"block_table must be .*\[2, pages"),
+    "flat table": (tensors(block_table=torch.zeros(2, dtype=torch.int32)), r"block_table must be .* got torch.int32 \(2,\)"),
+    "table with gaps": (tensors(block_table=torch.zeros(2, 6, dtype=torch.int32)[:, ::2]), "block_table must be .* its last stride 1"),
+    "table elsewhere": (tensors(block_table=torch.zeros(2, 3, dtype=torch.int32, device="meta")), r"block_table must be .* on cpu"),
     "no table": (tensors(block_table=[[0]]), "block_table must be an int32 tensor .* got  list"),
     "small pages": (tensors(k_cache=torch.zeros(6, 64, 2, 64), v_cache=torch.zeros(6, 64, 2, 64)), "a multiple of 128 tokens, got 64"),
+    "empty pages": (tensors(k_cache=torch.zeros(6, 0, 2, 64), v_cache=torch.zeros(6, 0, 2, 64)), "a multiple of 128 tokens, got 0"),
     "another batch": (tensors(block_table=None), "q and the cache must have the same batch size, got 2, 6, 6"),
     "three dimensions": (tensors(q=torch.zeros(2, 4, 64)), "q must have 4 dimensions"),
     "no tensor": (tensors(k_cache=3), "k_cache must be a torch.Tensor, got int"),
     "new keys of another shape": (tensors(k=torch.zeros(2, 1, 4, 64)), r"k must be \[2, 1, 2, 64\] .*got \[2, 1, 4, 64\]"),
     "new values of another length": (tensors(v=torch.zeros(2, 2, 2, 64)), r"v must be \[2, 1, 2, 64\]"),
     "new keys of another type": (tensors(k=torch.zeros(2, 1, 2, 64).half()), "k must be .* in torch.float32"),
+    "new values of another type": (tensors(v=torch.zeros(2, 1, 2, 64).half()), "v must be .* in torch.float32"),
+    "new keys elsewhere": (tensors(k=torch.zeros(2, 1, 2, 64, device="meta")), "k must be .* on cpu, .* on meta"),
     "heads": (tensors(q=torch.zeros(2, 1, 3, 64)), "must be a multiple of the number of key heads"),
     "gradient": (tensors(q=torch.zeros(2, 1, 4, 64, requires_grad=True)), "has no gradient, and q requires one"),
     "gradient of sinks": (tensors(s_aux=torch.zeros(4, requires_grad=True)), "has no gradient, and s_aux requires one"),
+    "sinks of another number of heads": (tensors(s_aux=torch.zeros(2)), r"s_aux must be a floating-point tensor of shape \[4\]"),
+    "no scale": (tensors(softmax_scale=0.0), "softmax_scale must be positive, got 0.0"),
     "negative scale": (tensors(softmax_scale=-1.0), "softmax_scale must be positive, got -1.0"),
 }
 
@@ -217,6 +235,15 @@ def test_wrong_arguments_are_named(name):
     arguments, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(**arguments)
+
+
+def test_what_requires_a_gradient_is_taken_where_none_is_recorded():
+    """As the parameters of a model are under generate()."""
+    arguments = tensors(q=torch.randn(2, 1, 4, 64), s_aux=torch.zeros(4))
+    with torch.no_grad():
+        expected = flash_attn_with_kvcache(**arguments)
+        for name in ("q", "s_aux"):
+            assert torch.equal(flash_attn_with_kvcache(**arguments | {name: arguments[name].clone().requires_grad_()}), expected)
 
 
 def test_a_tangent_is_refused():
@@ -238,6 +265,27 @@ def test_a_cache_is_never_copied(device):
     else:
         assert kernels.is_readable(arguments["k_cache"]) is False
         flash_attn_with_kvcache(**arguments)
+
+
+class OfGPU(torch.Tensor):
+    """A tensor that says so; operators run where it really is."""
+
+    device = torch.device("cuda:0")
+
+
+UNREADABLE = {
+    "strides": lambda: torch.zeros(6, 128, 2, 65).bfloat16()[..., :64],
+    "head dim": lambda: torch.zeros(6, 128, 2, 64).bfloat16()[..., :60],
+    "address": lambda: torch.zeros(6 * 128 * 2 * 64 + 4).bfloat16()[4:].view(6, 128, 2, 64),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_either_cache_is_refused_where_kernels_would_not_read_it(name, what):
+    arguments = {name: (x.bfloat16() if x.is_floating_point() else x).as_subclass(OfGPU) for name, x in tensors().items()}
+    with pytest.raises(ValueError, match=f"the head dim and the strides of {name} must be multiples of 8"):
+        flash_attn_with_kvcache(**arguments | {name: UNREADABLE[what]().as_subclass(OfGPU)})
 
 
 def test_lengths_may_be_one_number_or_none(device):

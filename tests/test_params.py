@@ -7,7 +7,7 @@ import stand_in
 import torch
 import torch.nn.functional as F
 
-from hf_flash2 import functional, kernels, native, ops
+from hf_flash2 import functional, kernels, kvcache, native, ops
 
 STRUCTS = stand_in.structs()
 Forward, Backward = STRUCTS["HfFlash2ForwardParams"], STRUCTS["HfFlash2BackwardParams"]
@@ -150,6 +150,23 @@ def test_append_params(paged, library):
         "device": -1, "batch": 3, "seqlen": 2, "heads": 5, "head_dim": 64, "head_dim_v": 128,
         "page_size": 256 if paged else 0, "capacity": 4 * 256 if paged else 256,
     }  # fmt: skip
+
+
+def test_lengths_of_a_cache_with_gaps_between_them(library, monkeypatch):
+    """The kernel that writes new keys reads one after the other."""
+    read = []
+
+    def append(params: bytes) -> int:
+        address = STRUCTS["HfFlash2AppendParams"].from_buffer_copy(params).lengths
+        read.extend((ctypes.c_int32 * 2).from_address(address))
+        return 0
+
+    monkeypatch.setattr(library, "hf_flash2_append", append)
+    monkeypatch.setattr(kvcache, "_OPS", (kernels.append, lambda *_: (None, None)))
+    new, cache = torch.zeros(2, 1, 2, 64).half(), torch.zeros(4, 128, 2, 64).half()
+    lengths = torch.tensor([3, 99, 4, 99], dtype=torch.int32)[::2]
+    kvcache.flash_attn_with_kvcache(new, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=int32(2, 2))
+    assert read == [3, 4]
 
 
 @pytest.mark.parametrize("name", CALLS)
