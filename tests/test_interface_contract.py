@@ -1,7 +1,8 @@
 """The attention and the mask function by themselves: arguments honoured or refused, masks of every origin, dtypes, notices."""
 
 import copy
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -280,7 +281,7 @@ def test_dropout_reaches_the_kernel(device):
 # ------------------------------------------------------------------------------------------------------------------------------------ masks
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 @pytest.mark.parametrize("padding", ["left", "right", "holes", "empty"])
 def test_a_mask_the_model_hands_on_as_it_came(padding, dtype, device):
     q, k, v = qkv(device)
@@ -299,11 +300,20 @@ def test_a_mask_shorter_than_a_static_cache(padding, device):
     assert_close(attention(Layer(), q, k, v, mask), wanted, mask.bool()[:, -3:])
 
 
-def test_a_mask_longer_than_a_sliding_cache(device):
-    q, k, v = qkv(device, seqlen_q=1, seqlen_k=5)
+@pytest.mark.parametrize("keys", [5, SEQLEN // 2], ids=["longer", "twice as long"])
+def test_a_mask_longer_than_a_sliding_cache(keys, device):
+    q, k, v = qkv(device, seqlen_q=1, seqlen_k=keys)
     mask = tiny.attention_mask("left", device)
-    wanted = expected(q, k, v, mask.bool()[:, None, None, -5:])
+    wanted = expected(q, k, v, mask.bool()[:, None, None, -keys:])
     assert_close(attention(Layer(), q, k, v, mask), wanted)
+
+
+def test_a_mask_of_two_tokens_in_bytes(device):
+    """Two columns are no two planes."""
+    q, k, v = qkv(device, seqlen_q=2, seqlen_k=2)
+    mask = torch.tensor([[0, 1], [1, 1], [0, 1], [1, 0]], dtype=torch.uint8, device=device)
+    wanted = expected(q, k, v, causal_band(2, 2, device) & mask.bool()[:, None, None, :])
+    assert_close(attention(Layer(), q, k, v, mask), wanted, mask.bool())
 
 
 def mask_arguments(device, q_length: int, q_offset: int, **others) -> dict:
@@ -351,14 +361,17 @@ def test_the_offset_of_a_static_cache_may_change_after_the_mask_is_made(device):
     assert_close(attention(Layer(), q, k, v, mask), expected(q, k, v, visible))
 
 
-def test_a_step_that_says_it_is_not_causal_sees_no_empty_slots(device):
-    """As Moonshine does for single tokens; the mask has been moved, so that only its columns are left."""
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("lost", [False, True], ids=["attribute kept", "attribute lost"])
+def test_a_step_that_says_it_is_not_causal_sees_no_empty_slots(lost, tokens, device):
+    """As Moonshine does for single tokens; a mask that has been moved has only its columns left."""
     given = tiny.attention_mask("left", device).bool()
-    arguments = mask_arguments(device, 1, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
-    mask = WithoutAttribute(masks.hf_flash2_mask(**arguments, attention_mask=given))
-    q, k, v = qkv(device, seqlen_q=1)
-    wanted = expected(q, k[:, :, :8], v[:, :, :8], given[:, None, None, :8])
-    assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted)
+    arguments = mask_arguments(device, tokens, 7, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
+    q, k, v = qkv(device, seqlen_q=tokens)
+    visible = causal_band(tokens, 7 + tokens, device) & given[:, None, None, : 7 + tokens]
+    wanted = expected(q, k[:, :, : 7 + tokens], v[:, :, : 7 + tokens], visible)
+    assert_close(attention(Layer(), q, k, v, WithoutAttribute(mask) if lost else mask, is_causal=False), wanted, given[:, 7 : 7 + tokens])
 
 
 def test_a_mask_of_ours_may_come_back_to_the_mask_function(device):
@@ -474,6 +487,72 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
     assert len(notices()) == 1 and "no plain causal" in notices()[0]
 
 
+def test_a_function_of_the_same_name_is_not_the_one_of_transformers(device):
+    """Whoever passes it means what it does."""
+
+    def causal_mask_function(batch_idx, head_idx, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (kv_idx != 1)
+
+    causal_mask_function.__qualname__ = "causal_mask_function"
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=causal_mask_function)
+    mask = masks.hf_flash2_mask(**arguments)
+    q, k, v = qkv(device)
+    wanted = expected(q, k, v, causal_band(device=device) & (torch.arange(SEQLEN, device=device) != 1))
+    assert_close(attention(Layer(), q, k, v, mask), wanted)
+
+
+def test_another_pattern_over_a_sliding_cache(device):
+    """Which holds the last keys alone: the pattern speaks of all."""
+    without_9 = masking_utils.and_masks(masking_utils.sliding_window_causal_mask_function(6), lambda b, h, q_idx, kv_idx: kv_idx != 9)
+    arguments = mask_arguments(device, 1, SEQLEN - 1, kv_length=6, kv_offset=SEQLEN - 6, mask_function=without_9)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=torch.ones(BATCH, SEQLEN, dtype=torch.bool, device=device))
+    q, k, v = qkv(device, seqlen_q=1, seqlen_k=6)
+    assert_close(attention(Layer(), q, k, v, mask), expected(q, k, v, torch.arange(6, 12, device=device) != 9))
+
+
+@NEEDS_5
+def test_documents_without_causality(device):
+    number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]], device=device)
+    separate = masking_utils.packed_sequence_mask_function(number)
+    q, k, v = qkv(device, batch=1)
+    wanted = expected(q, k, v, number[:, None, :, None] == number[:, None, None, :])
+    for mask_function in (separate, masking_utils.and_masks(masking_utils.bidirectional_mask_function, separate)):
+        arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function) | {"batch_size": 1}
+        mask = masks.hf_flash2_mask(**arguments)
+        for given in (mask, WithoutAttribute(mask)):
+            assert_close(attention(Layer(), q, k, v, given, is_causal=False), wanted)
+
+
+WHAT_LAYERS_SAY = {  # source of a modeling module -> whether a mask that is causal, or is not, has to say so
+    "nothing": ("class Attention: pass", False, True),
+    "causal": ("self.is_causal = True", False, True),
+    "not causal": ("self.is_causal = False", True, False),
+    "not causal, in a call": ("attend(q, is_causal=False)", True, True),
+    "now this, now that": ("self.is_causal = True\n    self.is_causal = False", True, True),
+    "what the config says": ("self.is_causal = config.is_decoder", True, True),
+    None: (None, False, False),
+}
+
+
+@NEEDS_5
+@pytest.mark.parametrize("said", WHAT_LAYERS_SAY)
+def test_a_mask_says_what_is_causal_where_layers_may_say_otherwise(said, device, monkeypatch, tmp_path):
+    """Without padding there is a mask for that alone; where no source is at hand, layers are believed."""
+    source, *wanted = WHAT_LAYERS_SAY[said]
+    name = f"said_{tmp_path.name}.modeling_mine"
+    if source is not None:
+        (tmp_path / "modeling_mine.py").write_text(source + "\n")
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / "modeling_mine.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    config = type("MineConfig", (), {"__module__": name.replace("modeling", "configuration")})()
+    found = []
+    for mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+        arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function) | {"q_offset": 0}
+        found.append(masks.hf_flash2_mask(**arguments, config=config) is not None)
+    assert found == wanted
+
+
 OVERLAYS_WHILE_COMPILING = {
     "sliding window": {},
     "chunks": {"config": SimpleNamespace(attention_chunk_size=5)},
@@ -539,10 +618,15 @@ def test_a_mask_of_another_batch_is_refused(device):
         attention(Layer(), q, k, v, torch.ones(1, SEQLEN, device=device))
 
 
-def test_a_mask_of_another_rank_is_refused(device):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("shape", [(SEQLEN, SEQLEN), (2 * SEQLEN, SEQLEN), (2, SEQLEN)], ids=str)
+def test_a_mask_of_another_rank_is_refused(shape, dtype, device):
+    """Two planes of bytes are documents, of anything else they are nothing."""
+    if shape[0] == 2 and dtype == torch.uint8:
+        return
     q, k, v = qkv(device)
-    with pytest.raises(ValueError, match=r"2 or 4 dimensions, got \[4, 12, 12\]"):
-        attention(Layer(), q, k, v, torch.ones(BATCH, SEQLEN, SEQLEN, device=device))
+    with pytest.raises(ValueError, match=rf"2 or 4 dimensions, got \[4, {shape[0]}, 12\]"):
+        attention(Layer(), q, k, v, torch.ones(BATCH, *shape, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize(("value", "strict"), [("0", False), ("false", False), ("", False), ("1", True), ("True", True)])
@@ -573,7 +657,7 @@ def test_strict_forbids_sdpa(device, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dense", "padded", "documents"])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 1, 3])
 def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, device):
     """A head dim of 520 fits no kernel, whatever the sequences are."""
     q, k, v = qkv(device, head_dim=520)
@@ -758,7 +842,7 @@ def test_documents_that_somebody_else_lays_over_a_mask(numbers, notices, device)
     visible = causal_band(device=device) & (number[:, None, :, None] == number[:, None, None, :])
     if padded:
         visible = visible & padding[:, None, None, :]
-    overlay = {"use_vmap": True} if VERSION >= (5, 0) else {}
+    overlay = {} if padded else {"use_vmap": True}  # which says that Transformers has not found them; beside padding it never does
     mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(number))
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
     mask = masks.hf_flash2_mask(**arguments, attention_mask=padding, **overlay)
