@@ -4,7 +4,9 @@ Same arguments and results as the CUDA kernels, on any device and dtype. Scores 
 materialised, so memory grows with Sq * Sk. Math: Dao, FlashAttention-2 (arXiv 2307.08691), section 2 and algorithm 2 for the backward.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +16,19 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """A function whose products stay in the dtype of their factors. NOTE: torch.autocast holds inside of operators, too, and would round
+    float32 there; a backward, which mostly runs outside of it, would compute other scores than softmax_lse is of."""
+
+    @functools.wraps(function)
+    def exact(x: torch.Tensor, *args):
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return exact
+
+
+@_without_autocast
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,6 +62,7 @@ def attention_forward(
     return out, lse
 
 
+@_without_autocast
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, Sample
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, reference
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, flash_attn_with_kvcache, reference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,6 +47,32 @@ def test_the_forms_of_a_batch_agree():
     ranges = flash_attn_ranges_func(q, k, v, everything, everything, causal=True, window_size=(7, 0))
     torch.testing.assert_close(packed.view_as(dense), dense, rtol=0, atol=1e-14)
     torch.testing.assert_close(ranges, dense, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_around_it_rounds_nothing(dtype):
+    """Neither in the forward nor in the backward, inside of it or outside."""
+    q, k, v = (torch.randn(2, 20, heads, 16).to(dtype).requires_grad_() for heads in (4, 2, 2))
+
+    def gradients(out):
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    expected = flash_attn_func(q, k, v, causal=True)
+    found = gradients(expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, again = (flash_attn_func(q, k, v, causal=True) for _ in range(2))
+        inside = gradients(again)
+    assert torch.equal(out, expected)
+    for tensor, one, other in zip(found, gradients(out), inside, strict=True):
+        assert torch.equal(tensor, one) and torch.equal(tensor, other)
+
+
+def test_autocast_around_a_step_from_pages_rounds_nothing():
+    q, k_cache, v_cache = torch.randn(2, 1, 4, 16), torch.randn(4, 128, 2, 16), torch.randn(4, 128, 2, 16)
+    options = {"cache_seqlens": 100, "block_table": torch.tensor([[2], [0]], dtype=torch.int32)}
+    expected = flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flash_attn_with_kvcache(q, k_cache, v_cache, **options), expected)
 
 
 @pytest.mark.parametrize(
