@@ -9,7 +9,7 @@ import tiny_models as tiny
 import torch
 import torch.nn.functional as F
 from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
-from transformers import masking_utils
+from transformers import DynamicCache, masking_utils
 
 import hf_flash2
 from hf_flash2 import interface, masks, packing
@@ -80,6 +80,7 @@ def test_causality_comes_from_the_call_then_from_the_module(device):
     assert_close(attention(Layer(is_causal=False), q, k, v), full)
     assert_close(attention(Layer(), q, k, v, is_causal=False), full)
     assert_close(attention(Layer(is_causal=False), q, k, v, is_causal=True), causal)
+    assert_close(attention(torch.nn.Identity(), q, k, v), causal)  # nobody says anything
 
 
 def test_gpt2_of_transformers_4_is_causal_and_scaled(device):
@@ -198,9 +199,13 @@ def test_a_step_from_pages(options, device):
     """The new tokens are written behind those of their sequences, and each sees all of its own: as much as any other argument lets it."""
     lengths = [7, 130, 0, 256, 128]
     (q, k, v), given = pages(device, lengths)
+    more = {name: torch.cat((given[name], given[name][-1:])) for name in ("block_table", "cu_seq_lens_q", "cu_seq_lens_k")}
     if "s_aux" in options:
         options = {"s_aux": torch.tensor([2.0, -1.0, 30.0, 0.5], device=device, dtype=DTYPE)}
-    out = attention(Layer(), q, k, v, **given, **options)
+    layer = Layer()
+    setattr(layer, hf_flash2.notices.CALLS, calls := hf_flash2.notices.Calls())
+    out = attention(layer, q, k, v, **given | more, **options)  # tables of more sequences than there are
+    assert calls == {"documents": 1} and calls.backend == hf_flash2.last_backend()
     assert out.shape == (1, len(lengths), 4, 16) and not out[:, 2].any()
     for i, length in enumerate(lengths):
         if length == 0:
@@ -219,6 +224,8 @@ def test_pages_that_cannot_be_decoded_from_say_what_to_do(device):
     (q, k, v), given = pages(device, [3, 4])
     with pytest.raises(ValueError, match=r"Layer was given a block_table without k_cache .*max_blocks_per_request=0"):
         attention(Layer(), q, k, v, **given | {"k_cache": None})
+    with pytest.raises(ValueError, match=r"Layer was given a block_table without k_cache and v_cache"):
+        attention(Layer(), q, k, v, **given | {"v_cache": None})
     refused = [(128, 520, "head_dim must .* got 520"), (64, 16, "pages must hold a multiple of 128 tokens, got 64")]
     if device.type == "cuda":  # the reference takes any head dim
         refused.append((128, 20, r"the head dim and the strides of k_cache must be multiples of 8.* got \[4, 128, 2, 20\]"))
@@ -244,6 +251,12 @@ def test_harmless_arguments_are_ignored(device):
         "vision_feature_layer": [-2],  # Molmo 2
     }
     assert_close(attention(Layer(), q, k, v, **kwargs), expected(q, k, v, causal_band(device=device)))
+
+
+def test_a_cache_that_the_layer_has_updated_is_ignored(device):
+    q, k, v = qkv(device)
+    found = attention(Layer(), q, k, v, cache=DynamicCache())
+    assert_close(found, expected(q, k, v, causal_band(device=device)))
 
 
 def test_attention_probabilities_are_not_promised(notices, device):
@@ -440,6 +453,20 @@ def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     model = tiny.model("llama", device=device, dtype=DTYPE, num_hidden_layers=4)
     with torch.no_grad():
         model(input_ids=tiny.tokens(device), attention_mask=tiny.attention_mask("left", device))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, SEQLEN])
+def test_ranges_of_a_copied_mask_are_derived_once_too(tokens, device, monkeypatch):
+    """That of a static cache, as accelerate moves it to another GPU before the first layer."""
+    made = []
+    padded_batch = packing.padded_batch
+    monkeypatch.setattr(packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
+    arguments = mask_arguments(device, tokens, 0, kv_length=SEQLEN + 4, mask_function=masking_utils.causal_mask_function)
+    mask = WithoutAttribute(masks.hf_flash2_mask(**arguments))
+    q, k, v = qkv(device, seqlen_q=tokens, seqlen_k=SEQLEN + 4)
+    for _ in range(3):
+        attention(Layer(), q, k, v, mask)
     assert len(made) == 1
 
 
@@ -686,6 +713,24 @@ def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, devic
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 
+def test_values_wider_than_any_kernel_stay_exact_on_sdpa(notices, device):
+    q, k, _ = qkv(device)
+    v = torch.randn(BATCH, 2, SEQLEN, 520, device=device).to(DTYPE)
+    assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(device=device)))
+    assert hf_flash2.last_backend() == "sdpa"
+    assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_capped_rows_that_see_nothing_are_zero(form, device):
+    q, k, v = qkv(device)
+    visible = causal_band(device=device).expand(BATCH, 1, -1, -1) & (torch.arange(SEQLEN, device=device) > 1)
+    mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
+    out = attention(Layer(), q, k, v, mask, softcap=3.0)
+    assert not out[:, :2].any()
+    assert_close(out, expected(q, k, v, visible, softcap=3.0))
+
+
 def test_queries_are_the_last_keys_on_sdpa_too(device):
     q, k, v = qkv(device, seqlen_q=3, head_dim=520)
     assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(3, device=device)))
@@ -702,6 +747,28 @@ def test_positions_are_looked_at_once_for_all_layers(device, monkeypatch):
         found = attention(Layer(), q, k, v, position_ids=position_ids)
     assert_close(found, expected(q, k, v, causal_band(device=device) & (number == number.unsqueeze(1))))
     assert len(looked) == 1
+
+
+class AnyCrossAttention(Layer):
+    """Known by its name."""
+
+
+@pytest.mark.parametrize("layer", [Layer(False, is_cross_attention=True), AnyCrossAttention(False)], ids=["by a flag", "by its name"])
+def test_positions_of_queries_say_nothing_of_as_many_other_keys(layer, device):
+    q, k, v = qkv(device, batch=1)
+    found = attention(layer, q, k, v, position_ids=torch.arange(SEQLEN, device=device)[None] % 5)
+    assert_close(found, expected(q, k, v, torch.tensor(True, device=device)))
+
+
+def test_another_layer_sees_what_has_changed_in_place(device):
+    """Without a layer that comes again, the version of the tensor alone says that there is another forward."""
+    q, k, v = qkv(device, batch=1)
+    position_ids = torch.arange(SEQLEN, device=device)[None].clone()
+    attention(Layer(), q, k, v, position_ids=position_ids)
+    position_ids.remainder_(5)
+    number = torch.arange(SEQLEN, device=device) // 5
+    found = attention(Layer(), q, k, v, position_ids=position_ids)
+    assert_close(found, expected(q, k, v, causal_band(device=device) & (number == number.unsqueeze(1))))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -742,10 +809,20 @@ def test_documents_beside_a_mask_without_padding(device):
     assert_close(attention(Layer(), q, k, v, mask, **kwargs), wanted)
 
 
-def test_bounds_of_documents_come_for_queries_and_keys(device):
+@pytest.mark.parametrize("given", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_bounds_of_documents_come_for_queries_and_keys(given, device):
     q, k, v = qkv(device, batch=1)
-    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k come together, got only cu_seq_lens_k"):
-        attention(Layer(), q, k, v, cu_seq_lens_k=torch.tensor([0, SEQLEN], dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q and cu_seq_lens_k come together, got only {given}"):
+        attention(Layer(), q, k, v, **{given: torch.tensor([0, SEQLEN], dtype=torch.int32, device=device)})
+
+
+def test_documents_of_queries_beside_those_of_other_keys(device):
+    """Bounds of their own say where keys are, of which there may be more."""
+    q, k, v = qkv(device, batch=1, seqlen_q=5)
+    bounds = [torch.tensor(b, dtype=torch.int32, device=device) for b in ([0, 2, 5], [0, 7, SEQLEN])]
+    found = attention(Layer(is_causal=False), q, k, v, cu_seq_lens_q=bounds[0], cu_seq_lens_k=bounds[1])
+    number_q, number_k = (torch.arange(n, device=device) >= b[1] for n, b in zip((5, SEQLEN), bounds, strict=True))
+    assert_close(found, expected(q, k, v, number_q[:, None] == number_k))
 
 
 def test_documents_are_not_divided_by_data_parallel(device):
@@ -864,6 +941,14 @@ def test_float32_beside_a_half_type_is_cast_with_one_notice(notices, device):
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, wanted, rtol=3e-2, atol=3e-2)
     assert len(notices()) == 1 and "float32, float32, bfloat16 and are cast to bfloat16" in notices()[0]
+
+
+def test_autocast_leaves_another_half_type_alone(notices, device):
+    q, k, v = qkv(device, dtype=torch.float16)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = attention(Layer(), q, k, v)
+    assert out.dtype == torch.float16 and notices() == []
+    assert torch.equal(out, attention(Layer(), q, k, v))
 
 
 def test_autocast_decides_the_dtype(notices, device):
