@@ -185,6 +185,23 @@ def packed(cu_seqlens_q=(0, 5, 10), cu_seqlens_k=(0, 5, 10), dtype=torch.int32, 
     return call
 
 
+def packed_but(changed, change):
+    """flash_attn_varlen_func on good tensors but for one."""
+
+    def call(device):
+        cu_seqlens = torch.tensor((0, 5, 10), dtype=torch.int32, device=device)
+        q, k, v = (x.flatten(0, 1) for x in qkv(device))
+        arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens.clone()}
+        return flash_attn_varlen_func(**arguments | {changed: change(arguments[changed])}, max_seqlen_q=5, max_seqlen_k=5)
+
+    return call
+
+
+def ranges_but(change):
+    """flash_attn_ranges_func on good tensors but for ranges_k."""
+    return lambda device: flash_attn_ranges_func(*qkv(device), None, change(torch.tensor(ALL, dtype=torch.int32, device=device)))
+
+
 def ranges(ranges_q=None, ranges_k=None, key_mask=None, dtype=torch.int32, moved=True):
     def call(device):
         given = [None if r is None else torch.tensor(r, dtype=dtype, device=device) for r in (ranges_q, ranges_k)]
@@ -198,6 +215,10 @@ WRONG = {
     "dtype": (dense(q=lambda x: x.int(), k=lambda x: x.int(), v=lambda x: x.int()), "q, k, v", "int32", "bfloat16", "cast the tensors"),
     "mixed dtypes": (dense(q=lambda x: x.float()), "q, k, v", "float32", "bfloat16", "cast"),
     "3-D": (dense(q=lambda x: x[0], k=lambda x: x[0], v=lambda x: x[0]), "4 dimensions", "[5, 4, 16]", "flash_attn_varlen_func"),
+    "3-D q": (dense(q=lambda x: x[0]), "4 dimensions", "[5, 4, 16], [2, 5, 2, 16]"),
+    "3-D k": (dense(k=lambda x: x[0]), "4 dimensions", "[2, 5, 4, 16], [5, 2, 16]"),
+    "3-D v": (dense(v=lambda x: x[0]), "4 dimensions", "[2, 5, 2, 16], [5, 2, 16]"),
+    "no k": (dense(k=lambda x: None), "k must be a torch.Tensor", "NoneType"),
     "batch": (dense(k=lambda x: x[:1], v=lambda x: x[:1]), "batch", "2, 1, 1"),
     "heads": (dense(k=lambda x: x[:, :, [0, 0, 0]], v=lambda x: x[:, :, [0, 0, 0]]), "heads", "multiple", "4 and 3"),
     "no heads": (dense(k=lambda x: x[:, :, :0], v=lambda x: x[:, :, :0]), "heads", "4 and 0"),
@@ -228,6 +249,8 @@ WRONG = {
     "list of cu_seqlens": (packed(prepare=torch.Tensor.tolist), "cu_seqlens_q must be a torch.Tensor", "list"),
     "list of ranges": (lambda device: flash_attn_ranges_func(*qkv(device), None, ALL), "ranges_k must be a torch.Tensor", "list"),
     "list as mask": (ranges(None, [*ALL, [1, 1]], [[1] * 5] * 2, moved=False), "key_mask must be a torch.Tensor", "list"),
+    "no value head dim": (dense(v=lambda x: x[..., :0]), "head dim", "at least 1", "16 of q and k, 0 of v"),
+    "no query and key head dim": (dense(q=lambda x: x[..., :0], k=lambda x: x[..., :0]), "head dim", "at least 1", "0 of q and k, 16 of v"),
     "head dim 0": (dense(**dict.fromkeys("qkv", lambda x: x[..., :0])), "head dim", "at least 1", "0"),
     "no bound": (packed(bounds=(None, None)), "max_seqlen_q", "upper bound", "None"),
     "one bound": (packed(bounds=(5, None)), "max_seqlen_k", "upper bound", "None"),
@@ -250,6 +273,20 @@ WRONG = {
         "[2, 5, 4, 16]",
         "flash_attn_func",
     ),
+    **{
+        f"packed {name} of another form": (packed_but(name, lambda x: x.unsqueeze(0)), "q, k, v must have 3 dimensions", "flash_attn_func")
+        for name in ("q", "k", "v")
+    },
+    **{
+        f"list of packed {name}": (packed_but(name, torch.Tensor.tolist), f"{name} must be a torch.Tensor", "list")
+        for name in ("q", "k", "v", "cu_seqlens_k")
+    },
+    "cu_seqlens elsewhere": (packed_but("cu_seqlens_k", lambda x: x.to("meta")), "cu_seqlens_k", "contiguous and on", "meta"),
+    "2-D cu_seqlens": (packed(prepare=lambda x: x[:, None]), "cu_seqlens_q", "[batch + 1]", "[3, 1]"),
+    "ranges elsewhere": (ranges_but(lambda x: x.to("meta")), "ranges_k", "contiguous and on", "meta"),
+    "ranges with gaps": (ranges_but(lambda x: x.repeat_interleave(2, 1)[:, ::2]), "ranges_k", "contiguous and on", "[4, 2]"),
+    "3-D ranges": (ranges_but(lambda x: x[..., None]), "ranges_k", "int32", "[2, 2, 1]"),
+    "mask strides": (ranges(None, [*ALL, [1, 1]], torch.ones(5, 2).bool().t()), "key_mask", "last stride 1", "[1, 2]"),
     "cu_seqlens dtype": (packed(dtype=torch.int64), "cu_seqlens_q", "int32", "int64", "cumsum"),
     "cu_seqlens shape": (packed(cu_seqlens_q=(0,)), "cu_seqlens_q", "[batch + 1]", "[1]"),
     "cu_seqlens strides": (packed((0, 9, 5, 9, 10), (0, 9, 5, 9, 10), prepare=lambda x: x[::2]), "cu_seqlens_q", "contiguous", "[2]"),
