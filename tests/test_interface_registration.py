@@ -123,6 +123,16 @@ def test_a_missing_target_is_explained_when_the_name_is_used(monkeypatch):
         registration._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
 
 
+def test_an_error_of_transformers_is_left_alone():
+    """When nothing is amiss with the registration."""
+
+    def refuses(self, implementation):
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="^no such model$"):
+        registration._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
+
+
 def test_other_implementations_are_left_alone():
     assert tiny.model("llama", "sdpa").config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="no_such_thing"):
@@ -171,6 +181,29 @@ def test_models_that_list_what_they_are_compatible_with():
     assert compatible is None or "hf_flash2" not in compatible
 
 
+CALLS_OF_LAYERS = {  # source of a modeling module -> whether a model with a list of compatible implementations is served
+    "sinks": ("attention_interface(q, s_aux=self.sinks)", True),
+    "sinks in every call": ("attention_interface(q, s_aux=self.sinks)\nattention_interface(q, s_aux=None)", True),
+    "sinks in one call": ("attention_interface(q, s_aux=self.sinks)\nattention_interface(q)", False),
+    "sinks and a bias": ("attention_interface(q, s_aux=self.sinks, position_bias=bias)", False),
+    "sinks and sparse blocks": ("attention_interface(q, s_aux=self.sinks, block_indices=indices)", False),
+    "no call": ("somebody_elses(q, s_aux=self.sinks)", False),
+}
+
+
+@pytest.mark.parametrize("calls", CALLS_OF_LAYERS)
+def test_only_sinks_are_served_beside_a_list_of_compatible_implementations(calls, monkeypatch, tmp_path):
+    source, served = CALLS_OF_LAYERS[calls]
+    module = types.ModuleType(f"calls_{tmp_path.name}")
+    module.__file__ = str(tmp_path / "modeling.py")
+    Path(module.__file__).write_text(source + "\n")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    attributes = {"__module__": module.__name__, "_compatible_flash_implementations": ["somebody/sparse"]}
+    model = type("Mine", (LlamaForCausalLM,), attributes)(tiny.config("llama"))
+    reason = registration.reason_model_unsupported(model)
+    assert reason is None if served else "accepts only somebody/sparse" in reason
+
+
 def test_switching_a_model_that_cannot_be_served():
     model = tiny.model("llama", "eager")
     model._compatible_flash_implementations = ["somebody/sparse"]
@@ -197,6 +230,28 @@ def test_trl_learns_our_name_when_it_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", trainer)
     tiny.model("llama")
     assert "hf_flash2" in trainer.FLASH_ATTENTION_VARIANTS and hf_flash2.registration_state()["trl"]
+
+
+def test_trainer_and_accelerate_are_joined_when_they_are_loaded(monkeypatch):
+    """However late that is: with the next model. What they are given otherwise reaches them as it was."""
+
+    class Trainer:
+        def _prepare_context_parallel_inputs(self, model, inputs, *, more):
+            return model.config._attn_implementation, inputs, more
+
+    hooked = []
+    fakes = {"transformers.trainer": types.ModuleType("transformers.trainer"), "accelerate.accelerator": types.ModuleType("accelerator")}
+    fakes["transformers.trainer"].Trainer = Trainer
+    fakes["accelerate.accelerator"]._attach_context_parallel_hooks = lambda model, **options: hooked.append((model, options))
+    for name, module in fakes.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    models = {name: tiny.model("llama", name) for name in ("eager", "hf_flash2")}
+    for name, model in models.items():
+        seen = "sdpa" if name == "hf_flash2" else name
+        assert Trainer()._prepare_context_parallel_inputs(model, 1, more=2) == (seen, 1, 2)
+        assert model.config._attn_implementation == name
+        fakes["accelerate.accelerator"]._attach_context_parallel_hooks(model, more=2)
+    assert hooked == [(models["eager"], {"more": 2})]
 
 
 def test_switching_back_and_forth():
