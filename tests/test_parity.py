@@ -28,6 +28,11 @@ def test_every_model_and_padding(model, padding, device, record_errors):
     record_errors({"logits": result.logits.ratio, "gradients": result.gradients[result.worst_gradient].ratio})
 
 
+def test_a_seed_repeats_the_answer_and_leaves_nothing_behind(device):
+    first, second = (parity.measure("gpt2", torch.bfloat16, "left", str(device), seqlen=16, seed=3) for _ in range(2))
+    assert first.logits.eager_max == second.logits.eager_max and torch.get_default_dtype() == torch.float32
+
+
 def breaking(monkeypatch, name: str, **changes) -> None:
     """Make interface.py call flash_attn_<name>_func with some arguments changed, each by a function of the argument."""
     function = getattr(interface, name)
