@@ -30,8 +30,8 @@ CHUNK_BYTES = 512 * 2**20
 # after 32. Of more than so many the sum is float32 until it is complete: 1.4 times, as each product is rounded, too. That takes 8 bytes
 # of traffic a weight and chunk more, and 4 of memory.
 FEW_CHUNKS = 8
-_ADAPTERS = ("_active_adapter", "_disable_adapters")  # attributes of PEFT's layers
 TILE_ROWS = 128  # of a matrix product, for which a tile with fewer rows is as much work
+_ADAPTERS = ("_active_adapter", "_disable_adapters")  # attributes of PEFT's layers
 
 
 def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
