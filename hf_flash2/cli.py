@@ -1,4 +1,4 @@
-"""The command line: `hf-flash2 info | build | parity | bench`, also as `python -m hf_flash2`.
+"""The command line: `hf-flash2 info | build | parity | bench | run`, also as `python -m hf_flash2`.
 
 Each command is a module with add_arguments(parser) and run(args) -> exit code, imported only when it is the one asked for.
 Exit codes: 0 all right, 1 a problem was found, 2 wrong usage.
@@ -15,8 +15,9 @@ COMMANDS = {
     "build": "compile the CUDA library of this package",
     "parity": "compare hf_flash2 with eager attention and say whether the difference is normal",
     "bench": "time hf_flash2 against eager and SDPA",
+    "run": "another program, with hf_flash2 imported first",
 }
-NEED_TORCH = ("parity", "bench")
+NEED_TORCH = ("parity", "bench", "run")
 
 
 def main(argv: list[str] | None = None) -> int:

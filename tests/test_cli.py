@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hf_flash2
-from hf_flash2 import build, cli, info, native
+from hf_flash2 import build, cli, info, native, run
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_compiler = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=f"{build.reason_not_buildable()}")
@@ -119,6 +119,54 @@ def test_python_dash_m_runs_info(strict):
     assert report["versions"]["hf_flash2"] == build.package_version()
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert not [name for name, section in report.items() if isinstance(section, dict) and set(section) == {"error"}]
+
+
+# ---- run ---------------------------------------------------------------------------------------------------------------------------
+
+
+def run_program(*argv: str, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "hf_flash2", "run", *argv]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=60)
+
+
+PROGRAM = """
+import sys
+from {helper} import CODE
+print(__name__, sys.argv[1:], "hf_flash2" in sys.modules)
+sys.exit(CODE)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_run_runs_a_file_or_a_module_as_python_would(how, tmp_path):
+    folder = tmp_path / "programs" if how == "file" else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "beside.py").write_text("CODE = 7")
+    (folder / "program.py").write_text(PROGRAM.format(helper="beside"))
+    done = run_program("programs/program.py" if how == "file" else "program", "--help", "-x", "3", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "__main__ ['--help', '-x', '3'] True\n"), done.stderr
+
+
+def test_run_runs_a_command_that_pip_installed(tmp_path):
+    done = run_program("pytest", "--version", folder=tmp_path)
+    assert done.returncode == 0 and f"pytest {pytest.__version__}" in done.stdout + done.stderr
+
+
+def test_the_exit_code_of_a_command_is_that_of_run(monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command = types.SimpleNamespace(load=lambda: lambda: 3 if sys.argv == ["tool", "serve", "--port", "1"] else 4)
+    monkeypatch.setattr(run, "entry_points", lambda group, name: [command] if (group, name) == ("console_scripts", "tool") else [])
+    assert cli.main(["run", "tool", "serve", "--port", "1"]) == 3
+
+
+@pytest.mark.parametrize("program", ["no_such_program", "no.such.module", "absent.py", ".."])
+def test_run_of_what_is_not_there_is_wrong_usage(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["run", program]) == 2
+    assert f"hf-flash2 run: {program!r} is no command that pip installed, no module and no file ending in .py" in capsys.readouterr().err
 
 
 # ---- Without torch -----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""`hf-flash2 run PROGRAM ...`: another Python program in this process, with hf_flash2 imported first.
+
+For programs whose options name the attention implementation, and which nobody can make import a package: lm_eval, `transformers serve`.
+"""
+
+import argparse
+import importlib.util
+import os
+import runpy
+import sys
+from importlib.metadata import entry_points
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-flash2 run`."""
+    parser.add_argument("program", metavar="PROGRAM", help="the name of a command that pip installed, of a module, or a file ending in .py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="are handed on to it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program as its own command would. Returns its exit code, unless it raises SystemExit itself; 2 where there is none."""
+    is_file = args.program.endswith(".py")
+    sys.argv = [args.program, *args.arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(args.program)) if is_file else os.getcwd())  # where Python itself would look first
+    if is_file and os.path.exists(args.program):
+        runpy.run_path(args.program, run_name="__main__")
+        return 0
+    commands = entry_points(group="console_scripts", name=args.program)
+    if commands:
+        return next(iter(commands)).load()() or 0
+    if not is_file and _is_module(args.program):
+        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+        return 0
+    print(f"hf-flash2 run: {args.program!r} is no command that pip installed, no module and no file ending in .py", file=sys.stderr)
+    return 2
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a part of the name is none, or it is no name
+        return False
