@@ -56,7 +56,7 @@ def _torch_problem() -> str | None:
 
 torch_problem = _torch_problem()
 if torch_problem is None:
-    from . import registration
+    from . import flops, registration  # noqa: F401
     from .collator import PackingBatchSampler, PackingCollator, first_fit
     from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
     from .kvcache import flash_attn_with_kvcache

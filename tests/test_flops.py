@@ -1,0 +1,54 @@
+"""flops.py: FlopCounterMode counts our ops as it counts torch's attention, and of padded and packed batches the real tokens alone."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+
+HEADS, KEY_HEADS, DIM, DIM_V = 4, 2, 16, 8
+
+
+def tensors(*shape: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, heads, dim, requires_grad=True) for heads, dim in ((HEADS, DIM), (KEY_HEADS, DIM), (KEY_HEADS, DIM_V))]
+
+
+def count(attention, *inputs) -> tuple[int, int]:
+    """Of a forward, and of its backward."""
+    with FlopCounterMode(display=False) as forward:
+        out = attention(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def flops_of(pairs: int) -> tuple[int, int]:
+    return 2 * pairs * HEADS * (DIM + DIM_V), 2 * pairs * HEADS * (3 * DIM + 2 * DIM_V)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_batches_are_counted_as_torch_counts_its_own(causal):
+    found = count(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), *tensors(3, 7))
+    assert found == flops_of(3 * 7 * 7)
+    q, k, v = (3, HEADS, 7, DIM), (3, HEADS, 7, DIM), (3, HEADS, 7, DIM_V)  # with a key head for each query head, as older versions want it
+    assert found == (sdpa_flop_count(q, k, v), sdpa_backward_flop_count(v, q, k, v))
+
+
+def test_real_tokens_alone_are_counted():
+    bounds = torch.tensor([0, 3, 10], dtype=torch.int32)
+    packed = count(lambda q, k, v: flash_attn_varlen_func(q, k, v, bounds, bounds, 7, 7), *tensors(10))
+    assert packed == flops_of(3 * 3 + 7 * 7)
+    ranges = torch.tensor([[2, 0], [5, 4]], dtype=torch.int32)
+    padded = count(lambda q, k, v: flash_attn_ranges_func(q, k, v, ranges, ranges), *tensors(2, 7))
+    assert padded == flops_of(5 * 5 + 4 * 4)
+    keys_alone = count(lambda q, k, v: flash_attn_ranges_func(q, k, v, None, ranges), *tensors(2, 7))
+    assert keys_alone == flops_of(7 * 5 + 7 * 4)
+
+
+def test_lengths_that_cannot_be_read_count_in_full():
+    with FakeTensorMode():
+        q, k, v = tensors(2, 7)
+        ranges = torch.tensor([[2, 0], [5, 4]], dtype=torch.int32)
+        assert count(lambda q, k, v: flash_attn_ranges_func(q, k, v, ranges, ranges), q, k, v) == flops_of(2 * 7 * 7)
