@@ -277,8 +277,8 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
         return _Pattern(_CUSTOM_PATTERN)
     config = kwargs.get("config")
     sliding = kwargs.get("local_size") is not None and getattr(config, "attention_chunk_size", None) is None
-    if attention_mask is None and q_length == kv_length:
-        # Only of what layers do by themselves; before torch 2.13 nobody knows of blocks of images that see each other.
+    if attention_mask is None and q_length == kv_length and "allow_is_bidirectional_skip" not in kwargs:
+        # Causal, and only of what layers do by themselves; before torch 2.13 nobody knows of blocks of images that see each other.
         in_the_mask_alone = (
             getattr(mask_function, "__name__", None) == "or_mask"
             or getattr(config, "use_bidirectional_attention", False)
@@ -355,6 +355,8 @@ def _read_union(mask_function: Callable, *overlays: Callable, config: Any) -> _P
     window = getattr(config, "sliding_window", None)
     name, closed_over = _made_by(mask_function)
     parts = closed_over["mask_functions"] if name == "and_masks" else (mask_function,)
+    if any(getattr(part, "__module__", None) != masking_utils.__name__ for part in parts):
+        return _Pattern(_CUSTOM_PATTERN)
     kinds = {_made_by(part)[0]: _made_by(part)[1].get("sliding_window") for part in parts}
     if len(overlays) == 1 and kinds == {"causal_mask_function": None} and _is_always_true(overlays[0]):
         return _Pattern(causal=False)
@@ -369,18 +371,29 @@ def _is_always_true(overlay: Callable) -> bool:
     if getattr(overlay, "__closure__", ()) is not None:
         return False
     try:
-        return bool(overlay(*(object() for _ in range(4))))
+        return bool(overlay(*(_Unseen() for _ in range(4))))
     except Exception:  # it looked at them
         return False
 
 
+class _Unseen:
+    """An index that nothing can be asked of, not even whether it is another."""
+
+    __hash__ = None
+
+    def _raise(self, *_):
+        raise TypeError("a mask function looked at an index")
+
+    __eq__ = __ne__ = __bool__ = _raise
+
+
 def _is_window_of_both_sides(overlay: Callable, window: int) -> bool:
     """Whether it is the function of Transformers' models for distances less than a window."""
-    if not getattr(overlay, "__module__", "").startswith("transformers.models."):
-        return False
     name, closed_over = _made_by(overlay)
+    if not getattr(overlay, "__module__", "").startswith("transformers.models.") or name != "_bidirectional_window_overlay":
+        return False
     seen = [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))]
-    return name == "_bidirectional_window_overlay" and closed_over == {"sliding_window": window} and seen == [True, True, False, False]
+    return closed_over == {"sliding_window": window} and seen == [True, True, False, False]
 
 
 @torch.compiler.assume_constant_result

@@ -1,6 +1,8 @@
 """`hf-flash2 run PROGRAM ...`: another Python program in this process, with hf_flash2 imported first.
 
 For programs whose options name the attention implementation, and which nobody can make import a package: lm_eval, `transformers serve`.
+Launchers start processes of their own, which know nothing of this one: `torchrun ... -m hf_flash2 run train.py` in place of
+`hf-flash2 run torchrun ... train.py`.
 """
 
 import argparse
@@ -19,16 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program as its own command would. Returns its exit code, unless it raises SystemExit itself; 2 where there is none."""
-    is_file = args.program.endswith(".py")
     sys.argv = [args.program, *args.arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(args.program)) if is_file else os.getcwd())  # where Python itself would look first
-    if is_file and os.path.exists(args.program):
+    if args.program.endswith(".py") and os.path.isfile(args.program):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(args.program)))  # as Python does for a file
         runpy.run_path(args.program, run_name="__main__")
         return 0
     commands = entry_points(group="console_scripts", name=args.program)
     if commands:
         return next(iter(commands)).load()() or 0
-    if not is_file and _is_module(args.program):
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    if _is_module(args.program):
         runpy.run_module(args.program, run_name="__main__", alter_sys=True)
         return 0
     print(f"hf-flash2 run: {args.program!r} is no command that pip installed, no module and no file ending in .py", file=sys.stderr)
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_module(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        found = importlib.util.find_spec(name)
+        is_package = found is not None and found.submodule_search_locations is not None
+        return importlib.util.find_spec(f"{name}.__main__") is not None if is_package else found is not None
     except (ImportError, ValueError):  # a part of the name is none, or it is no name
         return False

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-# What a mask of Transformers is made of beside the pattern, by the names of the arguments that bring it.
+# What a mask of Transformers is made of beside the pattern, by the names of the arguments that bring it. The first is one of every function
+# that asks for a mask, and of no other.
 _OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 _WRITES = {getattr(operator, name) for name in ("setitem", "iadd", "isub", "imul", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")}
-_answers: list[bool] = []
+_answers: list[bool] = []  # from _look, which cannot return anything to traced code
 
 
 def masks_hold_no_documents() -> bool:
@@ -30,11 +31,10 @@ def _answer() -> bool:
 
 def _look(context: Any) -> None:
     """Run by Dynamo, with what it knows: the local variables of who asked for the mask."""
-    caller = next((level for level in range(1, 6) if _local(context, "position_ids", level) is not None), None)
-    if caller is None:
-        return
-    positions, *overlays = (_local(context, name, caller) for name in ("position_ids", *_OVERLAYS))
-    if all(overlay is None or _is_none(overlay) for overlay in overlays):
+    _answers.clear()
+    asks = next((level for level in range(1, 6) if _local(context, _OVERLAYS[0], level) is not None), None)
+    positions, *overlays = (None if asks is None else _local(context, name, asks) for name in ("position_ids", *_OVERLAYS))
+    if positions is not None and all(overlay is None or _is_none(overlay) for overlay in overlays):
         _answers.append(_is_none(positions) or (positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)))
 
 
@@ -57,7 +57,8 @@ def _counts_up(node: torch.fx.Node) -> bool:
     if node.op == "call_function" and node.target is operator.add:
         tensors = [value for value in node.args if _is_tensor(value)]
         return len(tensors) == 1 and _counts_up(tensors[0])
-    return node.op == "call_method" and node.target == "unsqueeze" and node.args[1] == 0 and _counts_up(node.args[0])
+    is_row = node.op == "call_method" and node.target == "unsqueeze" and (*node.args[1:], *node.kwargs.values()) == (0,)
+    return is_row and _counts_up(node.args[0])
 
 
 def _is_tensor(value: Any) -> bool:

@@ -5,6 +5,7 @@ own record, refers to nothing of the original, and can be unpatched by itself.
 """
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ..notices import CALLS, Calls
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
 IMPLEMENTATION = "_attn_implementation_internal"  # where Transformers keeps the implementation in a config; never saved
-_SWITCHED = "_attn_was_changed"  # its mark on a config that set_attn_implementation has switched, and does not switch while it is there
+_SWITCHED = "_attn_was_changed"  # its mark on a config, which set_attn_implementation passes over while it is there
 
 
 @dataclass
@@ -87,6 +88,8 @@ def wrapper_of(module: nn.Module) -> str | None:
     if own is None or getattr(own, "__func__", None) is type(module).forward:
         return None
     function = getattr(own, "__func__", own)
+    while isinstance(function, functools.partial):
+        function = function.func
     name = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__  # __module__ may be what functools.wraps put
     return name.partition(".")[0]
 

@@ -109,11 +109,17 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         raise ValueError(
             "verify needs a copy of the model in higher precision, which a quantised model does not have; verify it unquantised"
         )
-    if _is_encoder(target) and _has_documents(batch):
-        raise ValueError(
-            "verify compares with eager attention, whose documents see each other in an encoder such as this one; verify a padded batch "
-            "of the same texts"
-        )
+    if _has_documents(batch):
+        if _is_encoder(target):
+            raise ValueError(
+                "verify compares with eager attention, whose documents see each other in an encoder such as this one; verify a padded "
+                "batch of the same texts"
+            )
+        if batch.get("position_ids") is None:
+            raise ValueError(
+                "verify compares with eager attention, which knows of documents by position_ids that restart and does not look at "
+                "cu_seq_lens_q/k; pass position_ids, too"
+            )
     inputs = {"use_cache": False, **batch} if _takes(target, "use_cache") else dict(batch)
     eager = copy.deepcopy(target)
     unpatch(eager)
@@ -147,6 +153,8 @@ def _is_encoder(model: nn.Module) -> bool:
     """Whether no attention of the model is causal, nor made of causal masks, in which Transformers knows of documents (EmbeddingGemma)."""
     if getattr(model.config, "use_bidirectional_attention", None):
         return False
+    if getattr(model.config, "is_causal", None) is False:
+        return True
     causal = [x.is_causal for x in model.modules() if hasattr(x, "is_causal") and not getattr(x, "is_cross_attention", False)]
     return bool(causal) and not any(causal)
 

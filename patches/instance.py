@@ -177,9 +177,11 @@ def _switch_configs_left_behind(model: PreTrainedModel) -> None:
 
 def _reason_refused(model: PreTrainedModel) -> str | None:
     """Why Transformers or hf_flash2 will not let this (sub-)model switch, or None."""
-    extended = next((base for base in type(model).__mro__ if source_of(base.__module__)), None)
-    if extended not in (type(model), PreTrainedModel) and hasattr(extended, "_can_set_attn_implementation"):
-        extended._can_set_attn_implementation()  # of a class of a notebook it cannot read the source: it takes what it said of another
+    # Transformers cannot read the source of a notebook, but a class inherits what it has said of the one that it extends: asked first.
+    classes = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and source_of(base.__module__))
+    extended = next(classes, PreTrainedModel)
+    if extended not in (type(model), PreTrainedModel):
+        extended._can_set_attn_implementation()
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} does not call its attention through Transformers' AttentionInterface"
     return reason_model_unsupported(model)
@@ -228,7 +230,7 @@ def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport
     elif (reason := reason_loss_is_upstream(model)) is not None:
         report.loss = f"from logits, by Transformers: {reason}"
     elif (wrapper := wrapper_of(model)) is not None:
-        report.loss = f"left to {wrapper}, which wraps the model's forward already (patch before that, as before accelerator.prepare)"
+        report.loss = f"not ours: {wrapper} wraps the model's forward already (patch before that, as before accelerator.prepare)"
     else:
         bind(model, in_place_of(type(model).forward, causal_lm_forward))
         report.loss = "in chunks, without logits, in training with labels"

@@ -207,6 +207,7 @@ def _is_of_zero3(module: nn.Module) -> bool:
 def _gathers_itself(head: nn.Module) -> bool:
     """Whether the head is a linear layer that fully_shard has made a unit of its own, or of a model under DeepSpeed's ZeRO-3, with no hooks
     but theirs."""
+    # FSDP gathers before a call and frees behind it; DeepSpeed does so too, and hangs what does it in the backward to input and output.
     hooks = [len(x) for x in (head._forward_pre_hooks, head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)]
     is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
     return is_linear and hooks == ([2, 2, 0, 0] if _is_of_zero3(head) else [1, 1, 0, 0]) and _is_sharded(head)

@@ -168,8 +168,8 @@ def _rotates_by_length(config: PretrainedConfig) -> bool:
 
 
 def looks_at_rows(module: nn.Module) -> bool:
-    """Whether a hook of PEFT's, which is there for this one forward, has something for each row: adapter_names, the offsets of aLoRA, the
-    task_ids of Poly."""
+    """Whether there is a hook of PEFT's: most are there for one forward and have something for each row, adapter_names, the offsets of
+    aLoRA, the task_ids of Poly."""
     hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
     return any(str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("peft.") for hook in hooks)  # func: of a partial
 

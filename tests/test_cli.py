@@ -125,7 +125,8 @@ def test_python_dash_m_runs_info(strict):
 
 
 def run_program(*argv: str, folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "hf_flash2", "run", *argv]
+    as_a_command = "import sys; sys.path.remove(''); from hf_flash2.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", as_a_command, "run", *argv]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=60)
 
@@ -149,6 +150,7 @@ def test_run_runs_a_file_or_a_module_as_python_would(how, tmp_path):
 
 
 def test_run_runs_a_command_that_pip_installed(tmp_path):
+    (tmp_path / "pluggy.py").write_text("raise SystemExit('what lies in the folder hides what pytest imports')")
     done = run_program("pytest", "--version", folder=tmp_path)
     assert done.returncode == 0 and f"pytest {pytest.__version__}" in done.stdout + done.stderr
 
@@ -161,8 +163,10 @@ def test_the_exit_code_of_a_command_is_that_of_run(monkeypatch):
     assert cli.main(["run", "tool", "serve", "--port", "1"]) == 3
 
 
-@pytest.mark.parametrize("program", ["no_such_program", "no.such.module", "absent.py", ".."])
-def test_run_of_what_is_not_there_is_wrong_usage(program, monkeypatch, capsys):
+@pytest.mark.parametrize("program", ["no_such_program", "no.such.module", "absent.py", "..", "a_folder"])
+def test_run_of_what_is_not_there_is_wrong_usage(program, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["run", program]) == 2

@@ -96,6 +96,14 @@ def test_unpadded_model_with_a_cache_uses_the_kernel(device, notices):
     assert notices() == []
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its encoders do not call the attention interface")
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_an_unpadded_encoder_without_a_mask(family, device, notices):
+    """Its window has two sides, although its model counts positions up as a decoder does."""
+    assert_compiled_matches_eager(family, device, input_ids=tiny.tokens(device))
+    assert notices() == []
+
+
 def test_restarting_positions_do_not_leak_without_the_kwargs(device, notices):
     """Positions that are given cannot be looked at while compiling: exact by SDPA, and said once."""
     batch = documents(device, flash_kwargs=False)

@@ -35,6 +35,7 @@ def answer(ask, *inputs, dynamic=None):
     "positions",
     [
         lambda x: torch.arange(x.shape[1]).unsqueeze(0),
+        lambda x: torch.arange(x.shape[1]).unsqueeze(dim=0),
         lambda x: (torch.arange(x.shape[1], device=x.device) + 3).unsqueeze(0),
         lambda x: torch.arange(3, 3 + x.shape[1]).unsqueeze(0),
         lambda x: None,
@@ -91,7 +92,22 @@ def test_positions_that_were_written_to(positions):
     assert answer(lambda x: ask_for_mask(positions(x))) is False
 
 
-def test_an_answer_is_that_of_its_own_question():
+def ask_for_mask_without_positions(or_mask_function=None, and_mask_function=None):
+    """As the masks of encoders do, which are no causal ones, whatever positions their model has."""
+    return mask_function()
+
+
+def test_only_who_asks_for_the_mask_says_where_positions_come_from():
+    def model(x):
+        position_ids = torch.arange(x.shape[1]).unsqueeze(0)
+        return ask_for_mask_without_positions() and position_ids is not None
+
+    assert answer(model) is False
+
+
+def test_an_answer_is_that_of_its_own_question(monkeypatch):
+    monkeypatch.setattr(tracing, "_answers", [True])  # as if nobody had fetched one
+    assert answer(lambda x: mask_function()) is False
     plain, given = lambda x: ask_for_mask(None), lambda x: ask_for_mask(x)
     assert answer(lambda x: (plain(x), given(x), plain(x))) == (True, False, True)
 

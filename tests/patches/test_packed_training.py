@@ -155,7 +155,7 @@ def test_accelerate_mixed_precision():
         output.loss.backward()
     assert set(seen) == {torch.bfloat16}
     assert [report.forwards["packed"] for report in reports] == [1, 1]
-    assert reports[0].loss.startswith("in chunks") and reports[1].loss.startswith("left to accelerate, which wraps")
+    assert reports[0].loss.startswith("in chunks") and reports[1].loss.startswith("not ours: accelerate wraps")
     hf_flash2.unpatch(before)  # what accelerate's wrapper still refers to runs as upstream
     assert before(**inputs).logits is not None
 
@@ -165,10 +165,10 @@ def test_the_report_names_who_wraps_the_forward():
     model = small_models.model("llama")
     model.forward = functools.update_wrapper(lambda *args, **kwargs: type(model).forward(model, *args, **kwargs), type(model).forward)
     assert model.forward.__module__.startswith("transformers.")
-    assert hf_flash2.patch(model, packed=True).loss.startswith(f"left to {__name__}, which wraps the model's forward already")
+    assert hf_flash2.patch(model, packed=True).loss.startswith(f"not ours: {__name__} wraps the model's forward already")
     hf_flash2.unpatch(model)
-    model.forward = functools.partial(type(model).forward, model)
-    assert "left to functools," in hf_flash2.patch(model, packed=True).loss
+    model.forward = functools.partial(functools.partial(type(model).forward, model))
+    assert "not ours: transformers wraps" in hf_flash2.patch(model, packed=True).loss
 
 
 def test_trainer(tmp_path):

@@ -517,12 +517,17 @@ def test_layers_whose_model_was_given_another_config_follow_it(previous):
     assert len(hf_flash2.patch(model).layers) == 6
 
 
+class OfAFile:
+    """What a class of a notebook may extend, too."""
+
+
 @pytest.mark.skipif(VERSION < (5, 0), reason="its classes have to be in a file")
 def test_a_class_of_a_notebook_is_patched_as_the_one_that_it_extends(monkeypatch):
     """Transformers cannot read its source, and says of it what it has said of a class that it extends."""
     cells = types.ModuleType("cells")
     monkeypatch.setitem(sys.modules, "cells", cells)
-    exec("from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM):\n    pass\n", vars(cells))
+    cells.Mixin = OfAFile
+    exec("from transformers import LlamaForCausalLM\nclass Mine(Mixin, LlamaForCausalLM):\n    pass\n", vars(cells))
     monkeypatch.delattr(LlamaForCausalLM, "_can_set_attn_implementation_cached_value", raising=False)
     torch.manual_seed(0)
     model = cells.Mine._from_config(small_models.config("llama"), attn_implementation="eager").eval()

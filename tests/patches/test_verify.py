@@ -175,6 +175,22 @@ def test_documents_of_an_encoder_are_refused(told_by):
     assert packed.ok
 
 
+def test_documents_that_eager_attention_cannot_know_of_are_refused():
+    ids = small_models.batch("dense")["input_ids"][:1, :12]
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    documents = {"input_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    with pytest.raises(ValueError, match="knows of documents by position_ids that restart .*; pass position_ids, too"):
+        hf_flash2.verify(small_models.model("llama"), documents)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its configs do not say this")
+def test_documents_of_a_decoder_whose_config_says_that_it_is_an_encoder_are_refused():
+    restarting = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    ids = small_models.batch("dense")["input_ids"][:1, :12]
+    with pytest.raises(ValueError, match="documents see each other in an encoder"):
+        hf_flash2.verify(small_models.model("llama", is_causal=False), {"input_ids": ids, "position_ids": restarting})
+
+
 def test_float64_has_no_higher_precision():
     with pytest.raises(ValueError, match="float64 has none"):
         hf_flash2.verify(small_models.model("llama").double(), small_models.batch("left"))
