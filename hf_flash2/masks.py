@@ -323,7 +323,7 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
                 next((part.documents for part in parts if part.documents is not None), None),
             )
         case "or_masks":
-            return _read_union(*closed_over["mask_functions"], config=config)
+            return _read_union(closed_over["mask_functions"], config)
         case "remap_positions_for_packed_sequence":
             return _read_mask_function(closed_over["mask_function"], keys_end, config)
         case "packed_sequence_mask_function":
@@ -350,18 +350,19 @@ def _made_by(mask_function: Callable) -> tuple[str, dict[str, Any]]:
     return mask_function.__qualname__.partition(".")[0], closed_over
 
 
-def _read_union(mask_function: Callable, *overlays: Callable, config: Any) -> _Pattern:
+def _read_union(mask_functions: tuple[Callable, ...], config: Any) -> _Pattern:
     """Of a causal pattern and its mirror image, as EmbeddingGemma asks for it: all keys are seen, or those less than a window away."""
-    window = getattr(config, "sliding_window", None)
+    mask_function, *overlays = mask_functions
     name, closed_over = _made_by(mask_function)
     parts = closed_over["mask_functions"] if name == "and_masks" else (mask_function,)
-    if any(getattr(part, "__module__", None) != masking_utils.__name__ for part in parts):
+    if len(overlays) != 1 or any(getattr(part, "__module__", None) != masking_utils.__name__ for part in parts):
         return _Pattern(_CUSTOM_PATTERN)
-    kinds = {_made_by(part)[0]: _made_by(part)[1].get("sliding_window") for part in parts}
-    if len(overlays) == 1 and kinds == {"causal_mask_function": None} and _is_always_true(overlays[0]):
+    window = getattr(config, "sliding_window", None)
+    windows = {made_by: closed_over.get("sliding_window") for made_by, closed_over in map(_made_by, parts)}
+    if windows == {"causal_mask_function": None} and _is_always_true(overlays[0]):
         return _Pattern(causal=False)
-    causal_window = {"causal_mask_function": None, "sliding_window_overlay": window}
-    if len(overlays) == 1 and window and kinds == causal_window and _is_window_of_both_sides(overlays[0], window):
+    is_causal_window = window and windows == {"causal_mask_function": None, "sliding_window_overlay": window}
+    if is_causal_window and _is_window_of_both_sides(overlays[0], window):
         return _Pattern(causal=False) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
     return _Pattern(_CUSTOM_PATTERN)
 
@@ -389,11 +390,16 @@ class _Unseen:
 
 def _is_window_of_both_sides(overlay: Callable, window: int) -> bool:
     """Whether it is the function of Transformers' models for distances less than a window."""
-    name, closed_over = _made_by(overlay)
-    if not getattr(overlay, "__module__", "").startswith("transformers.models.") or name != "_bidirectional_window_overlay":
+    if not getattr(overlay, "__module__", "").startswith("transformers.models."):
         return False
-    seen = [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))]
-    return closed_over == {"sliding_window": window} and seen == [True, True, False, False]
+    if _made_by(overlay) != ("_bidirectional_window_overlay", {"sliding_window": window}):
+        return False
+    return [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @torch.compiler.assume_constant_result

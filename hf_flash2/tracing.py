@@ -33,7 +33,9 @@ def _look(context: Any) -> None:
     """Run by Dynamo, with what it knows: the local variables of who asked for the mask."""
     _answers.clear()
     asks = next((level for level in range(1, 6) if _local(context, _OVERLAYS[0], level) is not None), None)
-    positions, *overlays = (None if asks is None else _local(context, name, asks) for name in ("position_ids", *_OVERLAYS))
+    if asks is None:
+        return
+    positions, *overlays = (_local(context, name, asks) for name in ("position_ids", *_OVERLAYS))
     if positions is not None and all(overlay is None or _is_none(overlay) for overlay in overlays):
         _answers.append(_is_none(positions) or (positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)))
 

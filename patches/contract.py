@@ -17,8 +17,6 @@ from ..masks import leaves_window_to_mask
 from .binding import LAYER
 
 CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since
-
-
 _NO_SOURCE = "the source of its forward cannot be read"
 
 
