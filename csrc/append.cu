@@ -1,8 +1,6 @@
 // New keys and values into a cache, behind those that it has of each sequence, on pages or not: in one kernel, and where the lengths and the
 // block table are known, on the device. One block per token. Called by api.cpp.
-// PERF: it takes 3 to 5 us of a step. A token is loaded before its place is known, 0.4 to 1 us faster. Tried and left: the Hopper forward launched
-// early behind it, where keys are split: one H200, 32/8 heads of 128, one sequence of 1k 15.5 -> 14.4 us, but 8 sequences of 8k 82.9 -> 84.9, of
-// 32k 261 -> 278, with 16 queries 264 -> 306: its thread blocks no longer spread evenly.
+// PERF: it takes 3 to 5 us of a step. A token is loaded before its place is known, 0.4 to 1 us faster. TUNING.md, "Brief calls".
 #include "append.h"
 #include "attention/pages.cuh"
 #include "launch.h"

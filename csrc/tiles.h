@@ -1,4 +1,5 @@
-// Tile shapes of every kernel, each with its reason. M = query rows, N = key columns, a block is kNWarps warps.
+// Tile shapes of every kernel, each with its reason; the numbers behind these, and what was tried, are in docs/TUNING.md. M = query rows, N = key
+// columns, a block is kNWarps warps.
 // Shared memory is what decides: 99 KB a block on sm_86, sm_89 and sm_120, 163 KB on sm_80, 227 KB on sm_90.
 #pragma once
 
@@ -129,26 +130,16 @@ namespace hf_flash2::sm90 {
 // Accumulator registers of a consumer thread: S = N / 2, P = N / 4, O = Dv / 2, of 240 with two consumers, of 160 with three. Dv is D, or 128 at
 // d 192, as in multi-head latent attention.
 // kOutApart: O leaves through shared memory of its own, 128 kConsumers Dv' bytes more. Where nothing is left for it, it leaves through the
-// stage of the ring that the last keys of the tile had: K's for one warpgroup, V's for the other. PERF: in place of stores from registers,
-// which took 7,000 of 43,000 cycles of a tile at d 256, 1k. One H100, at 512, 1k, 2k, 4k, TFLOP/s: d 192 full 484 619 735 783 -> 510 647
-// 753 794, causal 261 425 577 705 -> 277 446 599 715; d 256 full 503 654 751 773 -> 516 673 762 782, causal 286 474 615 713 -> 297 479 609
-// 720; 192/128 at 1k full 685 -> 693, causal 489 -> 503, at 4k full level, causal 698 665 -> 681 660 in two runs, less than either spreads.
-// Of tiles that end behind their sequence, too: level, and d 128 0.5 % slower.
-// TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles.
-// At d 64, 64 rows a block in place of 192 fit short triangles, and with three blocks on a multiprocessor (65 KB each, 120 registers a consumer
-// thread) one begins or ends a tile while others compute. PERF: one H200, d 64 causal at 512 / 1k / 2k, TFLOP/s: 148 261 347 with 192 rows, 215
-// 296 367 with 128; in another run 240 321 385 with 128, 281 347 396 with 64. At 4k 427 against 475 with 192, full at 512 375 against 393.
-// At d 128, two blocks on a multiprocessor: with few tiles there are twice as many. PERF: 16 heads at 256 and 512, 8 at 1k, causal, in a graph:
-// 8.1 10.8 17.0 -> 7.1 9.9 14.8 us. With many tiles it loses 6 to 16 %.
-// Few queries (a tile is not full): more blocks have more loads in flight. PERF: one query, 32/8 heads, 32 sequences of 8k: d 64 182 -> 132 us,
-// d 128 263 -> 260; 8 sequences of 1k: 16.3 -> 11.7, 17.2 -> 14.4.
-// At d 256, 64 keys in place of 80 cover the diagonal closer. PERF: causal at 512 / 1k 345 485 -> 359 518 TFLOP/s, at 2k, in another run,
-// 609 -> 619. Full, they are taken where they cover a twentieth less than blocks of 80: at 192, 448, 512, 576 254 461 525 489 -> 264 473 549 543.
-// At 1k, where they cover a sixtieth less, one H200, 703 -> 684.
+// stage of the ring that the last keys of the tile had: K's for one warpgroup, V's for the other. PERF: d 256 full at 1k 3 %. TUNING.md,
+// "How O leaves".
+// TileSize::kSmall: what the launcher takes for short triangles, few queries and few tiles. PERF: TUNING.md, "Forward tiles".
+// - At d 64, 64 rows a block in place of 192 fit short triangles, and with three blocks on a multiprocessor (65 KB each, 120 registers a
+//   consumer thread) one begins or ends a tile while others compute: causal at 512 some 1.7 times as fast, at 4k 10 % slower.
+// - At d 128, two blocks on a multiprocessor: with few tiles there are twice as many, 8 to 13 % faster. With many tiles it loses 6 to 16 %.
+// - Few queries (a tile is not full): more blocks have more loads in flight, 1 to 28 % faster.
+// - At d 256, 64 keys in place of 80 cover the diagonal closer, 7 % at 1k. Full, they are taken where they cover a twentieth less.
 // TileSize::kMedium: where neither queries nor keys are more than 512. There, at d 128, a tile has some two blocks of 128 keys, and waits for Q and
 // the first keys take as long as its products: Q of the next tile has a buffer of its own, and 64 keys cover the diagonal, and an end, closer.
-// PERF: one H100, TFLOP/s at 512, 1k, 2k, full 534 671 749 -> 542 656 719, causal 305 494 635 -> 317 484 606; full at 256, 384, 448 326 447 416 ->
-// 335 470 470, causal level there. Two buffers of Q alone, causal 315 494 628. A fifth stage, O through the ring: 0 to 3 % slower, one H200.
 enum class TileSize { kSmall, kMedium, kLarge };
 template <int kHeadDim>
 constexpr bool kForwardHasSmall = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256 || kHeadDim == 512;
@@ -211,15 +202,10 @@ struct ForwardTile<256, TileSize::kSmall> {
 // Above head dim 256, kLarge: two thread blocks, a cluster, have 128 rows together, each half of the columns of all there is, as in a tile of d
 // 256. Of S a block makes the part of its columns, and gets the other from its peer (PartOfPeer): no product twice. 224 KB: Q 64, K and V 32 a
 // stage, parts of S 32.
-// PERF: one H200, 4 heads of 512, at 1k, 2k, 4k, 16k, TFLOP/s, against a block of 128 rows and 32 keys that makes all of S, twice, once for each
-// half of the columns of O: full 368 368 386 399 -> 516 512 530 551, causal 275 324 342 387 -> 382 447 459 536; torch's memory-efficient kernel,
-// the only one of SDPA there, 153 151 147, 123 131 124 at 1k, 4k, 16k. Softmax ahead of the maximum is 9 % of that. Without the exchange 668 670
-// 690 691 (463 466 474 485 with it, softmax not ahead), with half of what is sent 522 517 530 550. Without turns: 0 to 2 % slower.
-// Tried and left: S of two key blocks under way, so that the exchange is under products, too: C7512; with 240 registers, which spill, or with 48
-// keys, level to 7 % slower (and a race was left in it): reading parts from shared memory takes as long as waiting for them did.
+// PERF: 34 to 40 % faster than a block of 128 rows that makes all of S twice, once for each half of the columns of O; without the exchange it would
+// be 25 to 31 % more. TUNING.md, "Forward tiles".
 // kSmall, for few queries and few tiles: 64 rows, a warpgroup makes half of the columns of O, and all of S: 1.5 times the products, but K is read
-// once. PERF: one H200, one query of 32/8 heads, 1, 8, 32 sequences of 8k: 2491 4206 4431 GB/s. One causal sequence, small -> large tiles, 4 heads
-// at 512, 1k, 1.25k, 2k: 21 38 62 93 -> 26 42 50 73 us, 8 heads at 512, 1k 31 54 -> 28 46, one at 4k 97 -> 77.
+// once.
 template <>
 struct ForwardTile<512> {
   static constexpr int kConsumers = 2, kBlockN = 64, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;

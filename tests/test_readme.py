@@ -184,3 +184,11 @@ def test_what_it_links_to_is_there(text, folder):
 def test_every_plot_is_shown():
     shown = {(ROOT / "docs" / path).resolve() for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", FIGURES)}
     assert shown == set((ROOT / "docs").glob("*/*.png"))
+
+
+def test_the_sections_of_tuning_that_kernels_name_are_there():
+    sections = re.findall(r"^#+ (.+)$", (ROOT / "docs/TUNING.md").read_text(), re.MULTILINE)
+    code = "".join(re.sub(r"\n *//", "", path.read_text()) for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".json")
+    named = re.findall(r'TUNING\.md, "([^"]+)"', code)
+    assert set(named) - set(sections) == set()
+    assert len(named) > 40

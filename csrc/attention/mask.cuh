@@ -143,7 +143,7 @@ struct Mask {
   }
 
   // The same for the holes of a sequence that has some (visible != null), in the mma.sync kernels. PERF: with visible_columns() they
-  // lost 4 % at d 256, forward, without any hole: 261 292 310 -> 251 282 298 TFLOP/s at 512, 1k, 2k, H200; ptxas places all else differently.
+  // lost 4 % at d 256, forward, without any hole, as ptxas places all else differently. TUNING.md, "Other GPUs".
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ void apply_holes(float (&scores)[kMTiles][kNTiles][4], int key) const {
 #pragma unroll

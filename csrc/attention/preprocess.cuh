@@ -19,18 +19,8 @@ constexpr int kPreprocessThreads = 256;
 // so that P = exp2(S - lse) = 0 without a row mask. kFamily only keeps the kernels of the families apart, which are compiled for different
 // architectures: two of one name in one library, and the runtime may find the wrong one.
 // PERF: the last query blocks first, and O streams through L2: that then holds dO of the first, which the backward begins with. With the last
-// kernel in that order, too (sm90/backward_convert.cuh), one H200, d 128 causal, batch 2, 64/8 heads at 1k, 2k, 4k 372 498 518 -> 384 502 523
-// TFLOP/s, 32/32 at 1k 290 -> 295; in the papers' shapes 0 to 1 %. Tried and left: the loads of all rows under way together, 0 to 2 us faster at
-// d 128, 4 to 7 slower at d 64; heads before blocks: level.
-// Tried and left, as this is 41 of 402 us at d 128 causal 1k: delta found by whichever thread block comes to a query block first, from dO, which it
-// loads anyway, while the others wait: d 128 causal at 1k, 4k, 16k 422 606 628 -> 371 365 361. By two spare warps of every thread block, head
-// after head a little before tasks need them, the first heads by a kernel before: d 128 causal at 512, 1k, 4k, 16k 277 420 565 623 -> 278 428
-// 580 601, d 64 237 369 488 -> 247 380 493 (to 4k), 64/8 heads at 1k, 4k 374 564 -> 364 556. Of the 34 us saved at 1k the consumers lose 28:
-// the sums want what they lack, instructions and shared memory. By mma.sync they would want less, but that is not for warps with 24 registers
-// (ptxas C7507). By thread blocks with no other task than this and, later, to round dQ, which wait for memory: one multiprocessor prepares 40 to 60
-// GB a second, by cp.async, by a tensor map, or by rows, where a copy of 128 or 256 bytes takes the engine 7 cycles. One H100, by cp.async, 13 of
-// them at 1k: d 128 full at 512, 1k, 2k, 4k 376 484 548 576 -> 378 497 544 590, causal 234 377 474 538 -> 236 378 491 550, d 64 full 375 480 513
-// 540 -> 379 482 498 520, causal 233 351 447 495 -> 226 355 447 483; at most a third of what there is to save.
+// kernel in that order, too (sm90/backward_convert.cuh), 0 to 3 %. This kernel is a tenth of a backward at d 128 causal 1k; what was
+// tried to be rid of it: TUNING.md, "First and last kernel".
 template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();

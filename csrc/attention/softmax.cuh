@@ -35,9 +35,7 @@ struct OnlineSoftmax {
   // scores <- exp2((scores - max) * scale). `rescale` is what the unnormalised out of earlier blocks has to be multiplied with.
   // With kLazy a maximum that grew by at most 8 (base 2) is not followed: the sums stay far from overflow, and out need not be touched
   // while no row of the warp moved. Returns whether some row did.
-  // PERF: which of equal forms ptxas makes the fastest code of. One H200, d 128 full at 512, 1k, 4k, TFLOP/s: 558 656 744; with -inf as the
-  // first maximum, or moved set in a branch, 549 to 553, 642 to 650, 729 to 737, as with an unscaled maximum. Causal, and other head dims:
-  // level. Tried and left: two chains of maxima or of sums, smallest floats in place of -inf.
+  // PERF: the form of which ptxas makes the fastest code: 1 to 2 % at d 128 full. TUNING.md, "Softmax ahead of the maximum".
   template <bool kLazy = false, int kNTiles>
   __device__ __forceinline__ bool update(float (&scores)[kMTiles][kNTiles][4], float (&rescale)[kMTiles][2], float scale_log2) {
     bool moved = !kLazy;

@@ -15,9 +15,8 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, st
 
 // Whether this thread is the one of its warp, always the same, that acts for it. By a whole warp; PTX ISA: "elect.sync".
 // PERF: the compiler knows that behind it there is one thread, and has what the copy engine reads in uniform registers. Behind
-// threadIdx.x == 0 it builds a loop over the threads of the warp around every copy. Where the branch before it is by warp_index(), the loaders
-// spill nothing any more; with them, the forward at d 64 went from 56 bytes to 0, the backward from 168 to 196 bytes to 0 to 36. One H200,
-// TFLOP/s: d 64 causal at 2k 402 -> 412, d 256 causal at 1k, 2k 502 633 -> 509 640.
+// threadIdx.x == 0 it builds a loop over the threads of the warp around every copy, and the loaders spill. 1 to 2 %.
+// TUNING.md, "One thread for a warp".
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));

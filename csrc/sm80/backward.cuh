@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
   const HfFlash2ForwardParams& forward = params.forward;
 
   // Grid: key blocks fastest and in order; under a causal mask the first see the most queries. In deterministic mode, below a diagonal, the last
-  // come first: each starts at queries of its own, and none waits for the others to get there. PERF: one H200, causal at 1k, 4k, TFLOP/s, d 64 91
-  // 107 -> 159 204, d 128 104 125 -> 172 217, d 256 76 95 -> 141 169, d 512 53 69 -> 103 115.
+  // come first: each starts at queries of its own, and none waits for the others to get there. PERF: 1.7 to 1.9 times as fast.
+  // TUNING.md, "Other GPUs".
   const int key_blocks = (forward.max_seqlen_k + kBlockN - 1) / kBlockN;
   const bool descends = params.deterministic && forward.window_right >= 0;
   const int key_block = descends ? key_blocks - 1 - blockIdx.x % key_blocks : blockIdx.x % key_blocks;
@@ -205,9 +205,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kVariant>::kThreads, 1
         cp_async_commit();
       }
     };
-    // PERF: first where there is one stage, so that the queries of the next step come while dQ is computed. One H200, tiles for 99 KB, full and
-    // causal at 4k, TFLOP/s: d 64 211 200 -> 224 209, d 128 195 188 -> 205 197, d 192 163 162 -> 179 170, d 256 173 168 -> 182 174, with its
-    // large tile 208 202 -> 221 207.
+    // PERF: first where there is one stage, so that the queries of the next step come while dQ is computed: 2 to 10 %. TUNING.md, "Other GPUs".
     if constexpr (kStages == 1) finish_queries();
 
 #pragma unroll

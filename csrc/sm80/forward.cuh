@@ -6,9 +6,8 @@
 // on, the next is in flight.
 // To d 128, softmax does not look for the maximum of a block: it takes that of the blocks before, and where the sums of a block say that
 // this is too low (OnlineSoftmax::update_ahead), the scores, which it has overwritten, are computed once more. The first block and masked
-// ones are done the usual way. PERF: one H200, full and causal at 1k and 4k, TFLOP/s: d 64 301 325 -> 313 346, 238 298 -> 242 313; d 128
-// 353 372 -> 369 393, 270 331 -> 280 349; d 96 full at 4k 350 -> 372. d 192 and 256, where eight warps are one block of a multiprocessor,
-// lost 3.5 %.
+// ones are done the usual way. PERF: 2 to 7 %; d 192 and 256, where eight warps are one block of a multiprocessor, lost 3.5 %.
+// TUNING.md, "Softmax ahead of the maximum".
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"

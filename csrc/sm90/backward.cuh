@@ -7,18 +7,9 @@
 // dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
 // dS, and one can be half a step ahead: they take turns at dQ, dK and S, and while one computes P and dS the other has the tensor cores.
 // PERF: dQ, the dK of a step and the S of the next are under way together. The loop ends behind dS, where no product is: carried over the edge,
-// one makes ptxas serialise all. One H200 at its full clock, at 512, 1k, 4k, against a loop that ends behind dK, TFLOP/s: d 64 full 346 439 542
-// -> 375 477 582, causal 220 324 486 -> 216 331 514; d 128 full 406 515 643 -> 417 529 667, causal 253 384 587 -> 251 381 601; at 16k, a build
-// before the last, 587 579 683 665 -> 623 608 697 670. Without turns, full at 1k, 4k, 16k, d 64 472 577 622 -> 451 555 603, d 128 525 657 695 ->
-// 497 608 634.
-// Profiled at d 128, the loop that ended behind dK: shared memory was 81 % busy with what the products read and what threads load and store,
-// beside what the copy engine moves; the tensor cores 75 %. Left out, the stores and additions of dQ are worth 8 % (8k), loads of Q and dO 2 %,
-// of lse and delta 1 %. float4 loads of lse and delta: 4 to 9 % slower. Tried and left as well: dS stored before S is issued (16k: 699 -> 675);
-// dK from dS in shared memory (562 -> 511); dQ by vector reductions from registers (586 -> 486).
-// A task costs some 5 us beside its steps, a quarter of the time at 1k causal, d 128. Tried and left: the first step of the next task computed
-// beside the last dK and dQ of the one before, with two buffers of K: nothing of that is saved, and ptxas makes 2 to 10 % slower loops of it. dK
-// and dV rounded into shared memory and sent by TMA, not exchanged among lanes: d 128 at 512, 1k, 4k -1 0 2 %, d 64 -2 -2 -1 %, 16k full d 128
-// -4, d 64 3 %: no more than loops differ by; written in half as long pieces: -2 %. Without any dK and dV: 6, 4, 2 % at d 128.
+// one makes ptxas serialise all. -2 to 9 % faster than a loop that ends behind dK; turns bring 3 to 10 %. Shared memory is what limits it, 81 %
+// busy beside what the copy engine moves. TUNING.md, "The loop".
+// A task costs some 5 us beside its steps, a quarter of the time at 1k causal, d 128. What was tried against that: TUNING.md, "Tasks".
 #pragma once
 #include "device/semaphore.cuh"
 #include "sm90/backward_parts.cuh"
@@ -36,8 +27,7 @@ struct BackwardShape : BackwardSizes<kHeadDim> {
   static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + 2 * kDqPieceBytes;  // dS, then dQ in fp32
 };
 
-// With thread blocks that round dQ. PERF: a kernel of its own, as their code changes what ptxas makes of the loop: d 64 at 8k, 16k, one H200,
-// 610 609 -> 600 594 TFLOP/s without any such block.
+// With thread blocks that round dQ. PERF: a kernel of its own, as their code changes what ptxas makes of the loop: 2 % at d 64.
 template <typename Shape>
 struct Rounds : Shape {
   static constexpr bool kRounds = true;
@@ -64,7 +54,7 @@ __device__ __forceinline__ int ds_full(int consumer, int stage) { return 9 + con
 __device__ __forceinline__ int consumer_turn(int consumer) { return 13 + consumer; }
 
 // Deterministic mode: watches the semaphores for the warp that adds. PERF: that warp has to wait for its last addition, too, and both one after
-// the other took longer than a step: d 128 full at 512, 1k, 4k, 16k, one H200, 339 438 497 498 -> 364 460 516 529 TFLOP/s.
+// the other took longer than a step: 4 to 7 % at d 128. TUNING.md, "Deterministic mode".
 template <typename Shape>
 __device__ __forceinline__ void watch_turns(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   const HfFlash2ForwardParams& forward = arguments.params.forward;
@@ -280,8 +270,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     BackwardTask::Step at = task.first();
     clear_queries(shared, task, step, at.query_block);
     // On a diagonal, no query of the first block may see the second consumer's keys: the tensor cores are left to the other.
-    // PERF: one H200, d 128 causal at 1k, 2k, 4k, 8k, TFLOP/s: 421 535 613 659 -> 426 539 615 662; full, as ptxas places things anew, at 2k, 4k
-    // 628 663 -> 635 675. With the condition written for both consumers: full at 8k, 16k 696 698 -> 688 685.
+    // PERF: d 128 causal 0 to 1 %; with the condition written for both consumers, full 1 to 2 % slower. TUNING.md, "The loop".
     const bool unseen = consumer == 1 && kBlockM < Shape::kBlockN &&
                         at.query_block < task.mask.query_block_begin(task.key_block * Shape::kBlockN + 64, kBlockM);
     if (unseen) {

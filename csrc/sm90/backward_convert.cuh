@@ -103,12 +103,7 @@ __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params,
 
 // Thread blocks come to multiprocessors that have no task left, while others still compute: they begin with what is done, the last of it first, as
 // L2 still holds that, and only the others wait. The last one waits in any case: the end of this kernel says that the backward has ended.
-// PERF: one H100, d 128 causal, batch 2, at 1k, 2k, 4k, TFLOP/s, 64/8 heads 346 485 543 -> 363 497 549, 32/8 319 454 541 -> 338 472 556, 32/32 at
-// 512, 1k 182 319 -> 187 330. At 1k, 64/8 heads, the first multiprocessor has no task left 142 us after the beginning, the last after 172; then
-// this kernel took 47 us, now 21, but the last task ends 15 us later. Tried and left, the same in round_rest_kernel (rounding.cuh), which has less
-// to do: d 128 at 512, 1k, 2k full 377 503 562 -> 370 507 564, causal 236 379 487 -> 224 382 487, d 64 0 to 0.5 % faster. The shares of dK and dV,
-// too, when a spare warp of each task has said that they are there: 64/8 and 32/8 heads at 1k to 16k -0.5 to 0.5 %, as memory is busy with dQ
-// already.
+// PERF: d 128 causal, 64/8 heads at 1k, 2k, 4k 5 2 1 %. TUNING.md, "First and last kernel".
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
   const int i = blockIdx.x, early = arguments.early_blocks, end = arguments.query_blocks;

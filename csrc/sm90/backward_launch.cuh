@@ -20,22 +20,9 @@ namespace hf_flash2::sm90 {
 // first, end together if none is longer than what each multiprocessor has. Splits cost kSumTime for the sum of their shares, and kShareTime
 // for each share that a multiprocessor leaves; a twentieth of the time has to be saved.
 // Long causal tasks have at most most_heads heads: those that run at once drift apart over more, and L2 does not hold what they read and add.
-// PERF: what splits bring, and that groups in launch order are at least a round (below). One H200, d 128, causal, batch 2, at 1k, 2k, 4k, 16k,
-// TFLOP/s: 64/8 heads 262 345 477 549 -> 353 473 562 585, 64/64 in the same run 357 493 575 570; unsplit 260 416 509 550. 32/8, at 1k, 2k: 201 303
-// -> 275 396. Shares in T, not in fp32, and at d 128 two heads a task in place of four: 64/8 at 1k, 2k, 4k, 16k 353 469 493 570 -> 372 498 518 582,
-// 32/8 at 1k, 2k, 4k 315 478 512 -> 335 490 534 (64/64 in the same run 381 500 544); d 64 and d 256 lose 2 % with two heads. One head at 16k, one
-// H100, 32/8 in two runs 615 608 -> 621 619; at 4k 551 -> 544. In 8 splits in place of 4, one H200, 64/8 at 16k 616 -> 620 (64/64 in the same run
-// 618), batch 1, 32/4, 16/2, 16/1 at 16k 608 606 593 -> 616 629 612.
-// Tried and left: all heads of a query block before the next, from the last block down, so that tasks stay together and L2 needs no splits:
-// 64/8 at 4k, 16k, in any number of splits, 4 to 20 % slower, full 17 %: all add to the same tiles at a time. Shares added in registers by
-// whichever of two splits comes later, in place of in the last kernel: 64/8 at 1k, 4k 233 2367 -> 232 2351 us, 32/8 at 1k, in 4 splits, 128 ->
-// 142, as the later waits some 4 us for memory. Shares of heads that have ended added beside, by a spare warp of each thread block: one H100, 64/8,
-// 32/8 at 4k, 16k 555 623 538 620 -> 553 618 529 598. With splits, blocks that round dQ beside, 1, 2, 3, 4 of them: 64/8 at 4k 570 -> 565 569 566
-// 561, at 1k 390 -> 372 376 378 379, as the main kernel takes 74 us more of the 90 that the last one saves.
 // In order (deterministic mode), below a diagonal, the long tasks of a head come last (choose_order): each has one query head.
-// PERF: one H100, 64/8 and 32/8 heads, batch 2, at 1k, 2k, 4k, deterministic: d 128 309 437 495, 254 391 480 -> 315 448 525, 274 416 512; d 96 236
-// 326 379, 195 297 374 -> 248 348 398, 217 321 398; d 64 248 356 447, 217 309 420 -> 270 401 478, 232 366 483; 32/8 heads, d 256 232 314 353 -> 286
-// 405 458, d 192 230 333 396 -> 274 394 453.
+// PERF: 64/8 heads of 128 at 1k, 2k, 4k, 16k, TFLOP/s: 262 345 477 549 -> 353 473 562 585 (64/64 heads 357 493 575 570); 31 to 37 % for 32/8. In
+// order 2 to 8 %, 32/8 heads of 256 23 to 30. TUNING.md, "Groups split among tasks", also for what was tried.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_order, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
   constexpr int kLongTask = 1024, kVeryLongTask = 16384;
@@ -68,13 +55,8 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_orde
 
 // How many multiprocessors round dQ while the others compute (rounding.cuh), so that they keep up: a tile takes them kRoundingTime, the others
 // one for each key block that comes to it. None where half of one would do, or tasks are few: what ends with the last is not rounded there.
-// PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. One H200, at 512, 1k, 2k, 4k,
-// without -> with, TFLOP/s: d 64 full 398 504 572 586 -> 422 524 581 589, causal 239 356 466 525 -> 257 378 486 528; d 128 full 440 549 627 674 ->
-// 446 566 649 691, causal 267 406 525 612 -> 279 425 541 622; deterministic 0 to 7 % more as well, but d 128 causal at 512, 1 % less. Of 54 us that
-// the last kernel takes at 1k, 45 are saved; the others take 15 to 30 more.
-// Tried and left: dQ rounded by a warp of the block that adds to a tile last: d 128 at 512, 1k, 4k, full 419 530 665 -> 398 533 659, causal 255
-// 390 600 -> 232 370 588, as shared memory is what the consumers lack, and the warp has 24 registers. By the consumers, between two tasks:
-// level to 2 % slower. L2 told to forget what has been rounded (discard.global.L2): 1 % slower than without.
+// PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. 1 to 8 %, the shorter the more.
+// TUNING.md, "dQ rounded beside", also for what was tried.
 template <typename Shape>
 int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, int multiprocessors) {
   constexpr double kRoundingTime = 0.21;  // of a tile, in that of a query block of a task
@@ -93,17 +75,8 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, i
 // of a group are split, else 0. Above head dim 128 nothing need clear the accumulator then, and the last kernel begins with the tiles that all have
 // added to; but they wait for each other, the longer a head is, and the more of them work on one. So: for short sequences, and where each
 // cluster has heads of its own, in as few splits as that takes, as each costs; none of one query head each, nor of many.
-// PERF: one H100, 16k tokens, hidden size 2048, at 128, 256, 512, 768, 1k, 1.5k, 2k, 4k, TFLOP/s: causal d 256 49 98 180 252 306 372 411 477 -> 65
-// 123 215 280 327 388 425 470, d 192 50 97 178 248 302 367 407 483 -> 65 120 206 270 315 377 414 473, 192/128 56 108 198 275 335 404 443 516 -> 77
-// 139 235 304 354 416 449 516; full d 256 99 181 302 373 415 460 -> 130 191 312 384 413 462, d 192 100 182 310 380 416 456 -> 129 201 322 388 412
-// 462, 192/128 112 200 342 418 458 -> 153 241 371 434 465. Filled to 30 %, d 256, to 512, 1k, 2k, padded 19 16 6 % faster, packed 18 12 7. 32
-// heads, batch 1 and 2, d 256 at 1k 267 291 -> 264 307, d 192 262 283 -> 251 291.
-// PERF: groups, d 256 causal, one H200: 16/8 heads at 8 x 512, 32 x 512, 16 x 1k, 8 x 2k 225 244 357 439 -> 241 276 378 445; 32/8 at 8 x 512 240
-// -> 264; in splits 16/2 at 16 x 512 219 -> 258, 8/1 at 32 x 512, 16 x 1k 219 344 -> 259 355. One H100: 16/8 at 8 x 512, 16 x 1k, 8 x 2k 185 312
-// 403 -> 213 349 428, 32/8 at 8 x 512, 4 x 1k 191 298 -> 210 321, 16/2 at 16 x 512 167 -> 206, 8/1 at 32 x 512, 16 x 1k 168 290 -> 207 324. d 192
-// as much; at 128 and 256 11 to 37 %; full, at 128 15 to 42 %. Slower: fewer heads than clusters, 3 to 65 %; splits of one head each, 1 to 11;
-// others at 2k, 0 to 5; and on an H100, perhaps as more heads are under way than L2 holds, tasks of 4 heads at 1k and 2k, 3 to 8 (an H200 3 to 7 %
-// faster), full from 256 on, 2 to 28. Above head dim 256, one H200, 4/4, 32/4 and 8/1 heads at 256 to 8k: level to 16 % slower.
+// PERF: causal at 512, 1k, 2k, d 256 180 306 411 -> 215 327 425 TFLOP/s, at 4k 1 % slower; with groups 1 to 37 %. Slower: fewer heads than
+// clusters, splits of one head each, tasks of many. TUNING.md, "In order though nobody asks".
 template <typename Shape>
 int choose_splits_in_order(const HfFlash2ForwardParams& params) {
   constexpr int kShort = 2048, kShortSplit = 1024, kShortFull = 768, kShortFullGroup = 128;
@@ -154,49 +127,26 @@ struct BackwardPlan {
 //
 // A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries, and long tasks go first, inside
 // groups of heads. Short ones load and write as much of K, V, dK and dV as long ones: many of them at once wait for memory, while the long ones
-// do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last two
-// rounds are one group, as short ones are left for the end; the last only, if multiprocessors that have no task left find something to convert
-// (convert_kernel), which the last group is not. Of long heads the last three, as each multiprocessor then has one of the last, and
-// those that come late, as no two tasks take the same time, have the others wait. Of few groups fewer, as L2 holds less of what these heads read
-// and add.
-// PERF: one H100, causal at 512, 1k, 1.5k, 2k, 4k, 8k, TFLOP/s, groups of 16 heads, or what L2 holds, or a round of tasks -> a quarter of a
-// round: d 64 226 345 404 445 499 515 -> 234 364 427 458 510 518, d 96 197 301 339 356 397 424 -> 199 312 367 383 424 447, d 128 229 375 442 473
-// 535 572 -> 230 374 454 483 539 572, d 192 at 1k 291 -> 300, d 256 at 512, 1k 178 295 -> 182 304, above and at 16k level; d 128 at 12k 588 ->
-// 578, d 96 440 -> 447. Half a round: d 96 and 128 at 512, 1k 202 314 235 378, at 2k and 4k 1 % slower. Without the last rounds as one group: d
-// 128 at 512, 1k 225 369. One H200, the last three of 16 heads: at 16k 620 -> 644, at 12k 586 -> 599.
-// Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends. PERF: one H200, 16 heads,
-// batch 1 at 6k, 8k, 12k, 2 at 8k, d 128 581 599 612 625 -> 625 637 636 648, d 96 448 468 465 462 -> 469 486 474 474, 32 heads, d 64 533 532 544
-// 533 -> 553 548 551 541; in other runs batch 4 at 8k 1 %.
-// Where it has one and a half or more, above d 64, four heads take turns: short tasks of one head would run beside the long ones of the next, and
-// L2 hold neither's dQ. PERF: one H200, at 32k, batch 1 and 2, and 64k, 16 and 8 heads, d 128 581 562 571 -> 610 619 638, d 96 437 422 431 -> 460
-// 459 456; 32/8 and 16/2 heads at 32k 563 600 -> 627 617; packed 577 -> 629; d 192 and 256 level. At 16k 2 to 9 % slower, d 96 at 20k 6 %, d 64 at
-// 32k 1 %.
-// PERF: the last two rounds as one group -> the last, one H100, batch 1, 16 heads at 1k, 2k, 4k, d 64 216 369 491 -> 222 381 515, d 128 291 447 563
-// -> 304 456 584; batch 2, d 128, 64 heads at 512 206 -> 211, 32 at 1k 327 -> 331.
-// Where a task has several query heads, at d 96 and 128, a little more than the last round is one group, if there are three.
-// PERF: groups of 16 query heads (below) -> a quarter of a round, one H100, 64/8 heads at 1k, 2k, 4k, 32/8 at 1k, 2k, 4k, 16/2 at 4k, d 128 360 489
-// 535 326 467 562 560 -> 360 495 548 331 482 571 568, with the last round as one group 361 496 548 331 465 560 546; d 96 275 373 415 255 359 427
-// 425 -> 273 375 426 257 363 436 423.
+// do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last groups
+// are made one, as short tasks are left for the end:
+// - The last two rounds; the last only, if multiprocessors that have no task left find something to convert (convert_kernel), which the last
+//   group is not.
+// - Of long heads the last three, as each multiprocessor then has one of the last, and those that come late, as no two tasks take the same time,
+//   have the others wait. Of few groups fewer, as L2 holds less of what these heads read and add.
+// - Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends.
+// - Where a task has several query heads, at d 96 and 128, a little more than the last round, if there are three.
+// Where a head has one and a half rounds or more, above d 64, four heads take turns: short tasks of one would run beside the long ones of the
+// next, and L2 hold neither's dQ.
 // Else, or where only the device knows the key blocks there are (then groups are those of one sequence), it pays less, and the end, or what L2
 // holds, counts for more: groups of 16 query heads, fewer where L2 does not hold their Q, dO and dQ, at least a round of tasks; of one head, to d
 // 128, where it has a task for nearly every multiprocessor; and the last are one group if they are no more than a round each.
-// PERF: these -> as above, one H100, 64/8 and 32/8 heads, batch 2, at 2k, 4k, d 64 455 510 437 527 -> 441 504 437 500; at 1k, 2k, 4k, d 192 300 413
-// 432, 292 414 487 -> 281 400 475, 271 395 472. Filled to 30 %, d 128, in groups of 4 heads: padded at 1k, 2k, 4k 153 288 413 -> 147 281 403,
-// packed 220 365 453 -> 216 364 444. One H200, groups of two heads -> one at 16k, d 128, batch 1 and 2: 618 584 -> 629 623, packed 616 606
-// -> 626 630; the last as one group, 64/8 and 32/8 heads at 4k 551 557 -> 567 573, at 16k 598 599 -> 618 623, of which 0 to 2 % are shares which
-// leave L2 first.
+// PERF: each case is worth 1 to 11 % at the lengths it is for. TUNING.md, "Order of tasks".
 //
 // Deterministic: a tile of dQ takes the key blocks of a head in the order of their launch, and they should come in that order by themselves.
 // Below a diagonal each starts at queries of its own, the last keys at the last queries: descending, all of a head at once, nobody waits. One
-// head after another, for memory's sake as above; at d 64, which loads half as much, a round of heads.
-// PERF: one H100, causal at 512, 1k, 2k, 4k, 8k, TFLOP/s, a round, of d 192 three, -> one head: d 96 at 512, 1k, 4k 170 257 391 -> 189 293 401, d
-// 128 196 308 445 508 526 -> 219 352 467 517 550, d 192 169 256 352 421 -> 202 307 391 431, d 256 199 309 394 440 -> 208 313 392 437; 64/8 heads at
-// 1k, 2k, 4k, d 128 272 373 455 -> 304 421 480, d 192 196 225 240 -> 267 358 404; packed, to 1k, 2k, 4k, d 128 175 288 359 -> 184 296 372; d 64 220
-// 341 450 497 -> 226 333 435 488. Waits for turns and passing them on cost 1 % at 512, 1k, d 128, the order 12 %. Ascending, each task from the
-// last queries down, so that long ones are first and turns follow each other from tile to tile: d 128 at 512, 1k, 2k, 4k 224 336 444 487, d 64 199
-// 256 294 304, and the other direction costs the default 1 to 3 %.
-// With all keys, blocks of two rounds in turn wait less for each other: one H200, d 64 at 2k, 4k, 8k, 16k 449 458 434 450 -> 471 495 486 522, d
-// 256 324 337 340 379 -> 340 364 377 379; d 128 loses up to 6 %.
+// head after another, for memory's sake as above; at d 64, which loads half as much, a round of heads. With all keys, but at d 128, blocks of two
+// rounds in turn, which wait less for each other.
+// PERF: one head in place of a round of them, d 128 causal 2 to 14 %. TUNING.md, "Deterministic mode".
 template <typename Shape>
 TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, bool rounds, int computing) {
   const HfFlash2ForwardParams& forward = params.forward;
@@ -266,8 +216,8 @@ void launch_backward(HfFlash2BackwardParams params) {
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
-  // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, and 2 % at d 128, 4k. One H200, d 64 at
-  // 4k, 8k, 16k, TFLOP/s: full 588 617 610 -> 608 629 616, causal 528 582 613 -> 548 593 607.
+  // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
+  // TUNING.md, "First and last kernel".
   const bool brief = Shape::kHeadDim > 64 || forward.max_seqlen_k < 16384;
   const Start start = brief ? Start::kEarly : Start::kInOrder;
   arguments.first_stores = (Shape::kFirstStoresDq && brief) || params.deterministic;

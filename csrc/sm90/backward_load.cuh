@@ -179,17 +179,10 @@ __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments
 // The loader, one thread: finds the tasks of this thread block, hands them over and loads what they need. The first is the block's own; those
 // behind it, and in deterministic mode all, are taken from a counter: then a task waits for turns of running blocks only, where the first one
 // of a block that is not there yet would be a turn that those running wait for.
-// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last. In % of cuDNN at
-// 512, 1k, 4k on one H200, with what warpgroup_index() brings: d 64 full 111 108 108 -> 131 121 118, causal 114 115 115 -> 139 133 126; d 128
-// full 111 110 108 -> 118 113 110, causal 113 113 114 -> 122 120 117.
-// Of sequences whose lengths only the device knows, it takes the key blocks there are; to drop one that is not there takes 1.7 us. PERF: one H200,
-// batches to 2k, 4k, 8k filled to 30 %, causal, TFLOP/s: d 64 padded 287 376 464 -> 300 393 474, packed 287 401 480 -> 294 407 497, deterministic
-// 286 380 468 -> 311 399 460; d 128 padded 320 433 -> 332 447, packed 356 474 555 -> 367 488 563.
-// Clusters, one H100, against a task each, in % at 1k, 4k, 16k, with what DqPlace and kApart bring (backward_wide.cuh): d 192 full 107 103 100,
-// causal 109 105 102; d 256 full 109 102 100, causal 108 104 101; 192/128 at 4k, 16k full 108 108, causal 110 107. In a fixed order,
-// causal was 5 to 40 % slower than a task each.
-// Tried and left, as a task cannot begin before its K and V are there: both brought to L2 while the task before ends, and V loaded as soon as that
-// has made its last dP, each alone and together: level from 2k on and at d 64, d 128 causal at 512, 1k 0 to 2 % slower, padded 1 to 5 %.
+// PERF: a block that takes one task after another loads K, V and the first Q and dO of the next under the end of the last: 2 to 22 %, of clusters 0
+// to 10. In a fixed order, causal was 5 to 40 % slower than a task each.
+// Of sequences whose lengths only the device knows, it takes the key blocks there are; to drop one that is not there takes 1.7 us. PERF: batches to
+// 2k, 4k, 8k, filled to 30 %, 1 to 5 %. TUNING.md, "Tasks", also for what was tried.
 template <typename Shape>
 __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);

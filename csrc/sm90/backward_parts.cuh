@@ -188,10 +188,8 @@ __device__ __forceinline__ void differentiate(float (*scores)[4], const float (*
 
 // dK or dV of 64 keys to global memory, this block's columns: rounded, to their rows, or where other tasks have shares of it, to the task's share,
 // where the first column of these keys is at element `first`.
-// PERF: rows that this kernel will not read again stream through L2, which then holds more of dQ. One H200, at 512 and 1k, TFLOP/s: d 64 full
-// 379 481 -> 396 497, causal 214 335 -> 229 355, d 128 full 419 529 -> 435 541, causal 256 392 -> 262 403; 1 to 2 % at 4k. The same for dQ as
-// convert_kernel writes it, for K, V, O and the accumulator as they are read: no faster; for Q and dO: 4 to 5 % slower. What is added to
-// dQ kept in L2 before other things (evict_last): no faster, at 4k 0.5 % slower.
+// PERF: rows that this kernel will not read again stream through L2, which then holds more of dQ: 2 to 7 % at 512 and 1k, 1 to 2 at 4k. The same
+// for dQ, K, V, O: no faster, for Q and dO 4 to 5 % slower. TUNING.md, "Tasks".
 template <typename Shape, typename T, int kTiles>
 __device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first,
                                                    const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {

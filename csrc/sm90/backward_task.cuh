@@ -82,8 +82,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kTaskKeys = kBlockN * kTaskBlocks;
   static constexpr int kHeadDim = kTaskHeadDim / kColumnParts, kHeadDimV = kTaskHeadDimV / kColumnParts;
   static constexpr bool kCapped = false, kDropout = false;
-  // Dropout: bits are drawn while S is under way. PERF: one H200, full and causal at 4k, TFLOP/s: d 64 403 379 -> 441 411, d 128 515 502 -> 526
-  // 512, d 192 455 423 -> 470 438; d 96 426 403 -> 413 392, d 256 445 417 -> 436 407.
+  // Dropout: bits are drawn while S is under way. PERF: d 64 8 to 9 %, d 128 2, d 192 3; d 96 and 256 2 to 3 % slower. TUNING.md, "Dropout".
   static constexpr bool kDrawsEarly = kHeadDim % 64 == 0 && kHeadDim < 256;
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;

@@ -5,24 +5,13 @@
 // computes dP and dS and keeps dK. P goes to the second through shared memory, thread by thread: both hold the same elements. dS goes through
 // shared memory, and to the peer, for dQ = dS K: each block computes half its columns, for the keys of both, each warpgroup some of them, a
 // step later, and adds them to global memory from its registers. So the first is a step ahead of the second, and waits for it only where it
-// would be two. PERF: one H200, full and causal at 4k: d 256 388 386 -> 460 423 TFLOP/s, d 192/128 413 392 -> 477 442, where both had met in
-// every step for dS.
-// PERF: what blocks add to dQ, in fp32, is what limits them: without these additions, d 256 full at 4k ran at 618 in place of 418. A block of
-// its own, with 64 keys, adds D columns a step, in a cluster half of that. One H100, 512, 1k, 4k, 16k, TFLOP/s: d 256 full 252 337 418 445 ->
-// 280 391 503 535, causal 157 244 391 445 -> 165 276 454 530; d 192 full 257 339 415 446 -> 273 381 471 500, causal 160 249 391 440 -> 160 267
-// 425 496; 192/128 at 4k, 16k full 384 410 -> 464 490, causal 355 401 -> 406 467. Of that, P in fp16 is 1 to 8 %.
+// would be two. PERF: d 256 at 4k 19 % full, 10 % causal, against both meeting in every step for dS. TUNING.md, "Clusters".
+// PERF: what blocks add to dQ, in fp32, is what limits them: without these additions, d 256 full at 4k ran at 618 TFLOP/s in place of 418. A block
+// of its own, with 64 keys, adds D columns a step, in a cluster half of that: 503.
 // Above head dim 256 both blocks of a cluster have the same 64 keys, and half the columns of all there is each: what one makes of its columns is a
 // part of S, or of dP, and both send theirs to the other, thread to thread, and add. From there on each has P and dS for its columns of dV, dK and
 // dQ, as at d 256: five products, where blocks with other columns of dK and dV, but S and dP over all, would compute seven.
-// PERF: one H200, 4 heads of 512 at 1k, 4k, 16k, TFLOP/s, full 300 356 374, causal 250 341 378; torch's memory-efficient kernel, the only one of
-// SDPA there, 37 38 38, 29 31 31. Without the exchange 426 at 4k full, without additions to dQ 458, where it was 343. Most of dQ is the second
-// warpgroup's, as the first is what the other waits for: 64 and 192 columns 338 -> 356 there, 192 and 64 330. Not in deterministic mode, where the
-// longest turn decides: 128 and 128 336 -> 362. At d 192, where they have 64 and 32, the other way round is 0 to 11 % slower; at d 256, where they
-// have 64 each, 96 and 32 are 3 to 10 %.
-// Tried and left: S of the next step begun and sent under dQ, which takes dQ by 32 columns (else C7511): 334; parts made in halves, and dQ of steps
-// before while parts are under way: C7511.
-// Tried and left: Q and dO by multicast, half the rows loaded by each block for both: d 256 1 to 2 % faster from 4k on, 1 % slower before, d 192
-// 0 to 1 % slower. At d 256, dK and dV sent by TMA through the last stage of Q and dO: one H100, 1 % faster at 512 and 1k, level from 2k on.
+// Most of dQ is the second warpgroup's there, as the first is what the other waits for: 5 %. TUNING.md, "Head dim 512".
 #pragma once
 #include "sm90/backward_wide_parts.cuh"
 

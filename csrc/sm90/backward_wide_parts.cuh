@@ -43,8 +43,7 @@ __device__ __forceinline__ uint32_t wide_ds_buffer(const BackwardShared<Shape>& 
   return shared.work() + (stage * Shape::kTaskBlocks + peers) * Shape::kScoreBytes;
 }
 // P goes to the second consumer in fp16, times 2^12: to 2^-26 it has 11 bits, and 16 is the largest there is. dV is of the same multiple.
-// PERF: against fp32, one H100, at 1k, 4k, 16k, TFLOP/s: d 256 full 381 472 495 -> 391 503 535, causal 273 430 491 -> 276 454 530, d 192/128
-// full at 4k, 16k 449 464 -> 464 490, causal 393 450 -> 406 467. In fp16 the errors of dQ and dK are 1.2 times as large, in bf16 as before.
+// PERF: 1 to 8 % against fp32. In fp16 the errors of dQ and dK are 1.2 times as large, in bf16 as before. TUNING.md, "Clusters".
 constexpr int kPExponent = 12;
 constexpr float kOneOfP = 1.f / (1 << kPExponent);
 template <int kTiles, bool kPositive = false>
@@ -69,13 +68,8 @@ constexpr int kTurnThreads = 128 + 32;  // a consumer and the warp that keeps it
 // Deterministic mode: watches the turns of a consumer and passes them on, by a warp of its own. It waits for tasks that were taken
 // earlier, so that waiting always ends. It asks for the next turn while the consumer adds: if that has come, the consumer may go on before the
 // last is passed on, which takes a fence.
-// PERF: the consumers wait for no fence, and a turn is passed on at once. One H200, d 256 at 1k, 4k, 16k, % of the default's speed: full 81 78
-// 78 -> 90 87 86, causal 82 80 77 -> 94 89 87, where one warp watched for both consumers and they passed turns on a step later. Asking while the
-// consumer adds, then the first block at a tile that stores, so that nothing clears dQ: full at 1k, 4k, 16k, TFLOP/s, 340 407 427 -> 352 433
-// 442 -> 371 445 465, causal 269 377 408 -> 274 391 420 -> 300 417 451 (the default 359 447 468, 294 433 468). Tried and left: sums of dQ of
-// their own for even and odd key blocks, so that two steps lie between what one block and the next one add: at 2k, 4k, 16k full 89 86 84 %
-// -> 79 79 83, causal 87 84 82 -> 75 76 72. A kernel for dK and dV and one for dQ would need no order, but seven products in place of five: 71 %
-// at best.
+// PERF: the consumers wait for no fence, and a turn is passed on at once: d 256 86 to 94 % of the default's speed, where one warp that watched for
+// both left 77 to 82. TUNING.md, "Deterministic mode above head dim 128".
 template <typename Shape>
 __device__ __forceinline__ void keep_order(const HfFlash2BackwardParams& params, const BackwardTask& task, int consumer) {
   if (!task.has_steps()) return;
@@ -139,10 +133,7 @@ struct DqPlace {
 
 // Waits for them and adds them to global memory.
 // PERF: additions that follow each other at once keep the other consumer from shared memory: all of them go through one queue. So the
-// address of each depends on kApart products behind those of the one before, of some five cycles each. One H200, before clusters, d 256 full at
-// 1k, 4k, 16k, TFLOP/s: 357 439 442 -> 369 476 451; nanosleep in place of the products 460 (where 486). One H100, 1, 2, 3, 4, 6, 8, 14 of them,
-// full at 4k, in % of what had no loop over tasks: d 192 100 103 100 95 94 93 90, 192/128 106 105 107 108 108 106 104, d 256 102 100 98 100 102
-// 100 98; causal alike.
+// address of each depends on kApart products behind those of the one before, of some five cycles each: 2 to 8 % at d 256. TUNING.md, "Clusters".
 template <typename Shape, int kConsumer>
 __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared, const DqPlace& place,
                                        float (&dq)[Shape::kColumns[kConsumer] / 8][4], uint32_t step, int tile, bool first, int round) {

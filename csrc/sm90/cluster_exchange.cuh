@@ -45,9 +45,7 @@ __device__ __forceinline__ int take_unit(const Shared& shared, int32_t* counter,
 
 // Where thread blocks have half of the columns each: of S, or of dP, a warpgroup has in `part` what its columns make. It sends that to its peer,
 // and adds what comes from there, each thread that of its own elements. The sum is the same in both blocks. Steps are counted from 0 on.
-// PERF: the first half is added while the second is under way. One H200, 4 heads of 512, full at 1k, 4k, 16k, TFLOP/s, forward 506 519 538 -> 516
-// 530 551, backward 303 345 320 -> 306 352 320. Tried and left: what depends on threadIdx and blockIdx in registers, not found in every step anew:
-// forward level, backward 3 to 4 % slower.
+// PERF: the first half is added while the second is under way: forward 2 %, backward 0 to 2. TUNING.md, "Forward tiles".
 template <int kTiles>
 struct PartOfPeer {
   static constexpr int kHalves = 2;

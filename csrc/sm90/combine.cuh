@@ -125,10 +125,8 @@ struct CombineArguments {
 // Warp w is way w % ways of row w / ways of the block's rows, which are queries of the longest length each sequence may have. The first way
 // adds up what the others leave in shared memory.
 // PERF: of a brief call this kernel is a third, most of it instructions that come from memory, as other kernels ran since the last time. So
-// there are few of them, and while the kernel before still computes, all but the stores run once on no shares. One H200, implementations taking
-// turns, 1 of 32/8 heads of 128, one sequence of 1k, 8k, 32k: with 19 KB of code, 8 columns a lane and up to 16 ways, 15.9 24.8 52.2 us; with 10
-// KB 12.9 22.1 49.4; and with a run ahead 12.1 21.1 48.3; with 9 KB, without branches around a division and a logarithm, 11.3 19.7 47.4. d 64,
-// likewise, 15.7 20.1 37.2 -> 11.5 16.1 32.4.
+// there are few of them, and while the kernel before still computes, all but the stores run once on no shares. One query, one sequence of 1k: 15.9
+// -> 11.3 us. TUNING.md, "Brief calls".
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ CombineArguments arguments) {
   using Row = CombinedRow<Shape::kTaskOutColumns>;

@@ -10,18 +10,11 @@
 // are small, one consumer computes, and several thread blocks share a multiprocessor.
 // Softmax does not look for the maximum of a block: it takes that of the blocks before, and the sums of a block, which have to be added up
 // anyway, say where this is too low (OnlineSoftmax::update_ahead, late_maximum.cuh). Only the first block of a tile and masked ones are
-// done the usual way. PERF: of some 430 instructions a thread at d 64 it leaves 310, and none of them waits for all scores. One H200, call
-// by call, TFLOP/s, full and causal at 1k, 4k, 16k: d 64 484 535 534 -> 529 595 600, 345 495 513 -> 394 542 572; d 128 651 701 661 -> 667
-// 758 735, 493 672 637 -> 504 711 697; d 96 full at 512 436 -> 465; 192/128 full at 4k 717 -> 740, d 192 774 -> 782. At d 256, where
-// products take all the time, it brings nothing. Polynomials for an eighth or a quarter of the exponentials still lose 4 and 8 % at d 64.
+// done the usual way. PERF: of some 430 instructions a thread at d 64 it leaves 310, and none of them waits for all scores: 9 to 14 % at d 64, 2 to
+// 11 % at d 128, nothing at d 256, where products take all the time. TUNING.md, "Softmax ahead of the maximum".
 // Where queries are few, the rows of a query block are those of all heads of a group (tile_heads_log2): K and V are read once for them.
 // Where query blocks are few, several thread blocks share the keys of one (splits), and a second kernel puts their results together;
 // likewise of equal tiles those that make no whole round over the thread blocks (SharedTiles).
-// PERF: with d 256 full at 1k, all products take 31,000 of 36,500 cycles of a tile; a warpgroup's Q apart saves 500 of these, but no time,
-// presumably as the clock follows power.
-// Tried and left: of a tile's first key block only the columns that a warpgroup sees, 16 at a time, or 64, for S and P V: one H200 and calls in
-// pairs, d 128 and 256 at 512 to 16k -1.5 to 1 %, full, causal and packed, though causal tiles of d 128 at 1k have 5 % less to multiply; d 192 full
-// at 512, 1k, 2k -1 1 -1 %, causal 5 3 0. Of S alone: level. Softmax of those columns alone, too: d 128 level, d 256 C7511.
 #pragma once
 #include <type_traits>
 
@@ -54,8 +47,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
 
   // PERF: descriptors of a tile are made once and advanced, two instructions a product in place of five, issued beside softmax that wants
-  // all there are. One H200, call by call, full and causal at 1k, 4k, 16k, TFLOP/s: d 128 631 684 660 -> 646 699 670, 423 658 614 -> 430
-  // 667 626; d 256 0 to 2 % faster; d 64 level, but 0.5 to 1 % faster with key blocks counted unsigned, which costs d 128 0.5 to 1 %.
+  // all there are: d 128 1 to 2 %. Key blocks counted unsigned: d 64 0.5 to 1 % faster, d 128 as much slower. TUNING.md, "Descriptors".
   const auto issue_scores = [&](int tile, int stage) {
     const uint64_t queries = panel_descriptor(shared.q(tile) + Shape::row_group(group) * 8192), keys = panel_descriptor(shared.k(stage));
     wgmma_fence();
@@ -277,10 +269,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
 }
 
 // PERF: a brief call waits for its instructions, which come from memory after other kernels. ptxas places first what stands last here: the
-// loader, for which all wait, right behind the start. Small tiles of d 64 and 128 have 62 and 68 KB of code, some 10 of it
-// late_maximum.cuh: with 78 in place of 68, the loader behind 64, d 64 took 1 to 2 us longer. One H200, L2 flushed, causal, 16 heads at
-// 256, 512, 1k: d 64 11.4 15.0 20.9 -> 9.2 12.4 18.6 us, d 128 13.8 17.3 25.7 -> 11.0 14.7 23.7; 0.3 to 1.1 of the latter because the
-// loader neither divides nor waits for a barrier before its first copies.
+// loader, for which all wait, right behind the start. d 64 causal, 16 heads at 256: 11.4 -> 9.2 us. TUNING.md, "Brief calls".
 template <typename Shape, typename T, ForwardExtra kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(1024) char memory[];

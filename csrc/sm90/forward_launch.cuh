@@ -28,8 +28,7 @@ constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
 // kCombineTime, and one more for every kScratchBytes that go through memory. Only splits that fill a number of rounds can be best. Under a
 // causal mask the tiles of a head are unequal: without splits they go in pairs where there are more than multiprocessors, and with splits they
 // make no rounds: one, with all of them in it, may do.
-// PERF: a kCombineTime of 1.1, since combine.cuh takes less, in place of 2: one query of 32/8 heads, 8 sequences of 1k, d 128 20.9 -> 20.0 us, of
-// 2k, d 64 22.8 -> 20.5. With 1, prompts of 64 and of 512 tokens against 256 and 512 keys took 0.6 and 0.8 us longer.
+// PERF: TUNING.md, "Splits and tile order", here and below.
 inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double block_time, int64_t bytes_of_split, bool unequal,
                          int multiprocessors) {
   constexpr int kMostRounds = 4;
@@ -56,7 +55,7 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
 // How many key blocks of the tiles that make no whole round each thread block takes (SharedTiles), or 0 where these are not shared: for equal
 // tiles, one thread block on a multiprocessor, and where it saves a hundredth of the time, counted as above. A round takes all its
 // multiprocessors as long as a tile takes one, however few tiles it has: of 2048 tiles at 132, as in the papers' shapes at d 128, the last 68.
-// PERF: one H200, full at 4k, 8k, 16k, TFLOP/s: d 128 705 691 683 -> 715 702 697, d 256 at 8k, 16k 750 702 -> 764 720, d 64 at 4k 526 -> 530.
+// PERF: full at 4k to 16k 1 to 3 %.
 template <typename Shape>
 int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_blocks, double block_time, int multiprocessors) {
   const bool ragged =
@@ -73,18 +72,15 @@ int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_block
 // Whether thread blocks take one tile after another from a counter, in place of an equal share each: where only the device knows how many
 // there are, and under a causal mask where a head has many: then the long ones go first and the short fill up at the end, where pairs of equal
 // work, which need no counter, may leave a last round nearly empty.
-// PERF: that ragged tiles are counted, in place of a thread block for every one there may be. One H200, batches to 2k, 4k, 8k filled to 30 %,
-// causal, TFLOP/s: d 64 177 294 410 -> 290 352 452, d 128 293 408 544 -> 406 510 613. That long dense ones are, at 4k, 8k, 16k: d 64 432 466
-// 479 -> 436 485 500, d 128 584 606 581 -> 594 623 606, d 256 624 644 682 -> 632 671 702; d 64 in small tiles at 2k 398 -> 406. Below, d 128
-// loses 3 % at 1k. Taking a number a tile ahead is slower still (d 64 480 -> 450 at 4k, d 256 710 -> 661 at 16k).
+// PERF: ragged tiles to 2k, filled to 30 %, 39 % faster at d 128 than with a thread block for every one there may be; long dense ones 1 to 4 %.
+// Below, d 128 loses 3 % at 1k.
 inline bool wants_counter(const HfFlash2ForwardParams& params, int query_blocks) {
   constexpr int kMany = 16;
   return params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr ||
          (is_triangular(params) && query_blocks > kMany);
 }
 
-// Heads whose tiles take turns, in tiles' heads: their K and V stay in L2. PERF: with 4 in place of 16 at d 128 causal, 16k, counted: 582 ->
-// 606 TFLOP/s on an H200.
+// Heads whose tiles take turns, in tiles' heads: their K and V stay in L2. PERF: 4 in place of 16 at d 128 causal, 16k, 4 %.
 inline int choose_heads_at_once(const HfFlash2ForwardParams& params, int tile_heads) {
   const int64_t key_heads = heads_in_l2(int64_t{2} * params.max_seqlen_k * (params.head_dim + params.head_dim_v));
   return static_cast<int>(std::min(kMostHeadsAtOnce, key_heads * (params.heads_q / params.heads_k / tile_heads)));
@@ -133,8 +129,7 @@ struct ForwardPlan {
 // Of pairs, those that make whole rounds over the thread blocks; the tiles of the others come one by one (for_each_tile). All of them, where that
 // brings nothing: in a last round that is nearly whole, most thread blocks have two tiles anyway, and with several of them on a multiprocessor the
 // others fill what one leaves.
-// PERF: one H200, causal at 512, 1k, 2k: d 128, last rounds of 100 of 132, 354 488 601 -> 358 497 612 TFLOP/s; d 256, 116 of 132, 352 507 629 ->
-// 345 512 638; d 64, three on a multiprocessor, 280 350 411 -> 277 346 411.
+// PERF: causal at 512 to 2k, d 128, last rounds of 100 of 132, 1 to 2 % faster; d 256, 116 of 132, -2 to 1 %; d 64, with three, level.
 template <typename Shape>
 int whole_pairs(int pairs, int resident) {
   const int rest = pairs % resident;
@@ -176,8 +171,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
 
   // As many thread blocks as run at once. Causal work grows with the row: where tiles have to wait, pairs of them are equal work, and of those
   // from a counter the long ones come first.
-  // PERF: that few tiles are no pairs: one H200, 16 heads at 256, d 128 and 64, 11.1 and 9.3 -> 8.9 and 7.4 us. That they go back: d 64, 8 heads
-  // at 2k, 16 at 1k, 27.9 18.5 -> 25.4 17.4 us.
+  // PERF: that few tiles are no pairs: 20 %; that they go back: d 64 6 to 9 %.
   arguments.heads = Divisor::of(params.heads_q / tile_heads);
   arguments.group = Divisor::of(params.heads_q / params.heads_k);
   arguments.splits = Divisor::of(splits);

@@ -1,17 +1,6 @@
 // The loader of the Hopper forward, one thread: finds the tiles, hands them over and keeps the rings of K and V filled.
-// PERF: tried and left: K and V by multicast to a cluster of two, neighbouring query blocks, each loading half a block of keys for both. It
-// halves what is read from L2, 5.5 TB/s at d 128, and was to bring 2 to 5 %. One H200, full at 4k, d 64, 128, 256: 542 682 712 -> 410 560
-// 670 TFLOP/s: a stage is free only when both thread blocks are done with it, and they lose what they had gained by drifting apart. What it could
-// bring at most, with half of every K and V left out and results wrong, calls in pairs: d 128 at 512, 1k, 2k, 4k full 3 2 0 -3 %, causal 2 4 2 0,
-// packed 1 to 4; d 256 full 4 1 -1 0, causal 7 4 2 -1.
-// Where all thread blocks come to new heads at once, they wait 1,000 to 4,000 cycles a tile for Q and the first keys, which come from memory.
-// Tried and left, on one H100 at 512 to 4k: a warp that finds the next tile under the one before, level at d 64 and 256, d 128 1 % slower; that
-// warp bringing its queries into L2, too, by ordinary prefetches, 1 to 6 % slower, and its first two blocks of keys, 2 to 13 %; by the copy
-// engine, 0 to 15 %; the loader finding the next tile before the last keys of the one before, 1 to 4 %. Two buffers of Q, to d 128: -1 to 1 %,
-// d 96 and 128 causal at 512 2 to 3 % faster (TileSize::kMedium has them). Half of the thread blocks with the short tile of a pair first, to
-// spread what is read from memory: 5 to 10 % slower. On one H200, V of a tile's first keys before its Q: 0 to 1 % slower; of a block of keys that
-// ends behind its sequence, only what belongs to this, in boxes of 32 rows, as nobody else reads padding: padded to 2k, filled to 30 %, d 128 382
-// -> 391 TFLOP/s, d 64 336 -> 332, all others 0 to 2 % slower.
+// PERF: each thread block loads for itself. K and V by multicast to a cluster of two lost 6 to 24 %: a stage is free only when both thread blocks
+// are done with it. What else was tried for the first loads of a tile, which take 1,000 to 4,000 cycles: TUNING.md, "Loader of the forward".
 #pragma once
 #include "attention/pages.cuh"
 #include "device/tma.cuh"

@@ -33,9 +33,7 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kPartBytes = kColumnParts > 1 ? PartOfPeer<Tile::kBlockN / 8>::kBytes : 0;          // of S of a warpgroup
   static constexpr int kOutBytes = Tile::kOutApart ? kQueryPanelBytes * kValuePanels : 0;
   // Q of a tile comes in so many parts: in more than one, a warpgroup begins with the next tile as soon as its own rows are there, which are asked
-  // for when it, and not all, has done with those before. PERF: one H200, at 512, 1k, 4k, TFLOP/s: 192/128 full 563 699 799 -> 583 711 799, causal
-  // 369 536 680 -> 383 546 683; d 192 full 570 680 804 -> 579 685 807, causal level; d 128 at 1k 676 -> 682, causal 514 -> 518. Level or up to 1 %
-  // slower: d 64, d 96, d 256.
+  // for when it, and not all, has done with those before. PERF: d 192 0 to 4 %, d 128 at 1k 1 %, others level or slower. TUNING.md, "Q of a tile".
   static constexpr int kQueryParts = kHeadDim == 192 || (kHeadDim == 128 && kSize == TileSize::kLarge) ? Tile::kConsumers : 1;
   static constexpr int kQueryPartBytes = kQueryPanelBytes / kQueryParts;  // of a panel
   // Before all consumers have stored a tile, the loader hands over kQueryStages more, and one beyond if Q comes in parts: then a power of two.
@@ -44,29 +42,24 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr int kRing = kTaskBarriers + 2 * Tile::kQueryStages * kQueryParts;  // barriers before those of the ring
   static constexpr int kBarriers = kRing + 4 * Tile::kStages + (kColumnParts - 1) * (3 * Tile::kConsumers + 2);
   // A warpgroup leaves the tensor cores to the others while none of its rows sees a key: on the last key blocks below a diagonal, or on all
-  // where its rows lie behind the sequence. PERF: of 192 rows, the last tile of a head has 128 at 512 and 64 at 1k. One H200, d 64 full,
-  // TFLOP/s: 390 450 -> 410 471; below a diagonal, d 64 at 4k, 8k, 16k 511 558 579 -> 523 563 581, d 256 at 512, 1k, 2k, with tiles of 64
-  // keys, 367 516 633 -> 383 531 641. With 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
+  // where its rows lie behind the sequence. PERF: 5 % at d 64 full, 512; with 128 rows and more keys in a block, d 128 and d 256 lost 1 to 3 %.
+  // TUNING.md, "Blocks that a warpgroup leaves".
   static constexpr bool kLeavesBlocks = Tile::kConsumers == 3 || (kRowGroups > 1 && kSize != TileSize::kLarge);
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDimension < 256 || (kHeadDimension == 256 && kSize == TileSize::kSmall);
-  // Dropout: in one size of tiles, but d 64. PERF: one H200, d 64 causal at 512, 1k, 2k, 4k, TFLOP/s, small and large tiles 231 284 337 360, 188
-  // 263 325 377; d 128 at 512, medium and large ones, full 406 441, causal 295 300. Tried and left: d 64 with two warpgroups of 240 registers,
-  // which draw early, 128 and 64 keys a block, full at 1k, 4k, 16k: 364 415 417 -> 345 386 381, 323 356 347.
+  // Dropout: in one size of tiles, but d 64. PERF: TUNING.md, "Forward tiles".
   static constexpr bool kHasDropout =
       kHeadDimension == 64 || (kHeadDimension <= 256 && kSize == (kHeadDimension < 256 ? TileSize::kLarge : TileSize::kSmall));
-  // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: late -> early, one H200, full
-  // and causal at 4k: d 128 500 496 -> 543 536, d 96 480 421 -> 472 455, d 192 572 552 -> 636 588, d 64 404 382 -> 395 370, d 256 599 589 -> 590
-  // 582. While S is under way: d 128 526 514 -> 506 489, d 64 level.
+  // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: before, d 128 8 to 9 % faster, d
+  // 192 7 to 11, d 96 -2 to 8, but d 64 and 256 1 to 3 % slower. TUNING.md, "Dropout".
   static constexpr bool kDrawsEarly = kHeadDim > 64 && kHeadDim < 256;
   // Of a paged cache, whose pages are whole blocks of keys: for few queries, so with small tiles where there are any.
   static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDimension> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
   static constexpr bool kAhead = kHeadDim < 256 || kColumnParts > 1;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole
-  // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: one H100, d 256 at 512, 1k, 2k, 4k,
-  // TFLOP/s, full 518 670 755 777 -> 522 678 758 776, causal 301 476 602 714 -> 307 486 610 714; d 128 level; d 96 at 512, 1k 468 572 -> 457 567,
-  // causal 272 406 -> 264 399, d 192 506 642 -> 495 641, d 64 0 to 1 % slower.
+  // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: 0 to 2 % at d 256, else level or slower.
+  // TUNING.md, "Q of a tile".
   static constexpr bool kStreams = kHeadDimension == 256;
   static constexpr bool kSharesTiles = Tile::kBlocksPerSm == 1;  // may: forward_launch.cuh says when
   // Panels of a warpgroup's O in shared memory: in the tile's, or side by side in a stage of K or V.

@@ -47,11 +47,8 @@ struct TensorMapDimension {
 
 // Map over head_dim and three more dimensions, the innermost first, whose box is 64 columns of the rows that the others make, with the
 // 128-byte swizzle of panel_descriptor().
-// A miss brings 128 bytes to L2, a row of the box. PERF: in place of 256, which memory's limit does not bear: copies alone, 64 KB under way on
-// each multiprocessor of an H200, read 4,490 GB/s with 128, or no more than is asked for, and 4,190 with 256. One query after 8k and 32k keys,
-// 32/8 heads, 32 and 8 sequences, d 64, 128, 256: 3821 4008 4053 and 3904 4013 4076 -> 4066 4345 4430 and 3951 4330 4476 GB/s; after 1k, 2 to 5
-// % faster with one sequence, where what is asked for alone is 3 to 7 % slower. Forward and backward of the papers' shapes: level, d 128 at 512
-// 0 to 5 % faster; slower only the backward of d 64 full at 512, 1 %. One H100: level.
+// A miss brings 128 bytes to L2, a row of the box. PERF: in place of 256, which memory's limit does not bear: copies alone read 4,490 GB/s of an
+// H200's memory with 128, 4,190 with 256. TUNING.md, "Brief calls".
 inline CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const TensorMapDimension (&dimensions)[3]) {
   cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_dim)}, strides[3];
   cuuint32_t box[4] = {64}, steps[4] = {1, 1, 1, 1};
