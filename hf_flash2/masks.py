@@ -24,7 +24,7 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
 # copy and save it:
 #   bool  [B, Sk]         True = a real key; the queries are the last columns
-#   int16 [B, Sk]         the same, where layers may take what the mask is of for something else: a code for True, _CAUSAL or another
+#   int16, int8 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL, -1 for True
 #   uint8 [B, 2 * Sk]     static cache, causal: real keys | columns before the first query
 #   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document; likewise with the code
 #   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
@@ -32,7 +32,10 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # copies a mask loses it (reentrant checkpointing). A model may hand its mask to a decoder that asks for one again: then Transformers makes
 # bool of two dimensions, which the first three forms survive.
 ATTRIBUTE = "_hf_flash2"
-_CAUSAL, _BIDIRECTIONAL = 2, 3  # the codes
+_CAUSAL, _BIDIRECTIONAL = (
+    torch.int16,
+    torch.int8,
+)  # codes are dtypes, as those are known while compiling; -1, as users' masks may be int8, too
 MAYBE_DOCUMENTS = (
     "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
@@ -94,7 +97,7 @@ class Sequences:
             planes = mask.unflatten(1, (2, seqlen_k)).bool()
             return cls(planes[:, 0], planes[0, 1].sum(), causal=True)
         if width >= seqlen_k:  # a sliding cache holds the last columns
-            return cls(mask[:, width - seqlen_k :].bool(), causal=_coded(mask) if mask.dtype == torch.int16 else None)
+            return cls(mask[:, width - seqlen_k :].bool(), causal=_coded(mask))
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
 
     def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
@@ -175,6 +178,8 @@ def hf_flash2_mask(
     if isinstance(q_offset, torch.Tensor):
         q_offset = q_offset.clone()  # a static cache counts up in place, before the layers derive anything from it
     pattern = _read_pattern(mask_function, attention_mask, q_length, kv_length, kv_offset, kwargs)
+    if pattern.half:
+        pattern = _Pattern(_CUSTOM_PATTERN)
     # Transformers looks for documents where there is no mask, and numbers them upwards; an overlay of somebody else's (use_vmap) need not.
     if pattern.documents is not None and (attention_mask is not None or (kwargs.get("use_vmap") and not _adds_documents(mask_function))):
         pattern = _Pattern(_CUSTOM_PATTERN)
@@ -193,13 +198,13 @@ def hf_flash2_mask(
         )  # fmt: skip
         return attach(mask, pattern.reason)
     agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
-    real_key = 1 if agree else _CAUSAL if pattern.causal else _BIDIRECTIONAL
+    code = None if agree else _CAUSAL if pattern.causal else _BIDIRECTIONAL
     if pattern.documents is not None:
         numbers = pattern.documents.expand(batch_size, -1)
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
         real = torch.ones_like(starts)
-        mask = torch.stack((real, starts), 1).to(torch.uint8) * real_key
-        return attach(mask, Sequences(real, 0, starts, pattern.causal))
+        mask = torch.stack((real, starts), 1)
+        return attach(mask.to(torch.uint8) if code is None else -mask.to(code), Sequences(real, 0, starts, pattern.causal))
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
@@ -211,7 +216,8 @@ def hf_flash2_mask(
     else:
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
-        mask = key_mask if agree else key_mask.to(torch.int16) * real_key
+        # Not the tensor itself: it would hold itself, and only the garbage collector would free it.
+        mask = key_mask.detach() if code is None else -key_mask.to(code)
         return attach(mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
@@ -221,7 +227,7 @@ def hf_flash2_mask(
 
 def is_certainly_ours(mask: torch.Tensor, seqlen_k: int) -> bool:
     """Whether nobody but the mask function makes such: it is neither the first nor the last of the forms listed above `ATTRIBUTE`."""
-    return mask.dtype == torch.int16 or holds_documents(mask) or _is_of_static_cache(mask, seqlen_k)
+    return _coded(mask) is not None or holds_documents(mask) or _is_of_static_cache(mask, seqlen_k)
 
 
 def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
@@ -230,12 +236,14 @@ def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
 
 def holds_documents(mask: torch.Tensor) -> bool:
     """Whether it is the form for documents listed above `ATTRIBUTE`."""
-    return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype == torch.uint8
+    return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype in (torch.uint8, _CAUSAL, _BIDIRECTIONAL)
 
 
 def _coded(mask: torch.Tensor) -> bool | None:
-    """Whether a mask with a code is causal, None where it has none. Synchronises with the host; while compiling nobody knows."""
-    return None if torch.compiler.is_compiling() else {_CAUSAL: True, _BIDIRECTIONAL: False}.get(int(mask.max()))
+    """Whether a mask with a code is causal, None where it has none. Synchronises with the host for int8, of which a user may have ones."""
+    if mask.dtype == torch.int8 and not torch.compiler.is_compiling() and not bool((mask < 0).any()):
+        return None
+    return {_CAUSAL: True, _BIDIRECTIONAL: False}.get(mask.dtype)
 
 
 def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
@@ -260,6 +268,7 @@ class _Pattern(NamedTuple):
     reason: str | None = None  # why it is no plain pattern
     causal: bool = True
     documents: torch.Tensor | None = None  # [B or 1, S]: number of the document that each token belongs to
+    half: bool = False  # a window without its causal side: only beside a causal pattern the one that layers hand on
 
 
 def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
@@ -280,7 +289,8 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     if attention_mask is None and q_length == kv_length and "allow_is_bidirectional_skip" not in kwargs:
         # Causal, and only of what layers do by themselves; before torch 2.13 nobody knows of blocks of images that see each other.
         in_the_mask_alone = (
-            getattr(mask_function, "__name__", None) == "or_mask"
+            not _knows_how_masks_are_made()
+            or getattr(mask_function, "__name__", None) == "or_mask"
             or getattr(config, "use_bidirectional_attention", False)
             or getattr(config, "is_causal", True) is False
             or (kwargs.get("local_size") is not None and not (sliding and _hands_on_its_window(type(config))))
@@ -300,6 +310,19 @@ def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, 
     return _Pattern() if hands_on else _Pattern(UNSAID_WINDOW)
 
 
+@torch.compiler.assume_constant_result
+def _knows_how_masks_are_made() -> bool:
+    """Whether this Transformers makes masks of nothing but what tracing.py looks at: it cannot see what a new argument adds."""
+    makers = (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask)
+    return all(inspect.signature(maker).parameters.keys() <= _ARGUMENTS for maker in makers)
+
+
+_ARGUMENTS = {  # of Transformers 4.57 to 5.24
+    "config", "input_embeds", "inputs_embeds", "attention_mask", "cache", "past_key_values", "cache_position", "position_ids", "layer_idx",
+    "allow_is_causal_skip", *tracing.OVERLAYS,
+}  # fmt: skip
+
+
 def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> _Pattern:
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return _Pattern(_CUSTOM_PATTERN)
@@ -310,27 +333,43 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
         case "bidirectional_mask_function":
             return _Pattern(causal=False)
         case "sliding_window_overlay":
-            hands_on = _hands_on_its_window(type(config)) or closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if hands_on else _Pattern(UNSAID_WINDOW)
+            window = closed_over["sliding_window"]
+            if window >= keys_end:
+                return _Pattern(causal=False)
+            if config is not None and getattr(config, "sliding_window", None) != window:  # somebody's own, beside what the layers know of
+                return _Pattern(_CUSTOM_PATTERN)
+            return _Pattern(causal=False, half=True) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
         case "sliding_window_bidirectional_overlay":
             fits = _adds_the_token_itself(type(config)) or closed_over["sliding_window"] >= keys_end
             return _Pattern(causal=False) if fits else _Pattern(_ONE_SHORT)
         case "and_masks":
             parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
+            causal = any(part.causal for part in parts)
             return _Pattern(
                 next((part.reason for part in parts if part.reason is not None), None),
-                any(part.causal for part in parts),
+                causal,
                 next((part.documents for part in parts if part.documents is not None), None),
+                not causal and any(part.half for part in parts),
             )
         case "or_masks":
             return _read_union(closed_over["mask_functions"], config)
         case "remap_positions_for_packed_sequence":
-            return _read_mask_function(closed_over["mask_function"], keys_end, config)
+            within = closed_over["mask_function"]
+            # Chunks are of positions then, which may be any.
+            return _Pattern(_CUSTOM_PATTERN) if _has_chunks(within) else _read_mask_function(within, keys_end, config)
         case "packed_sequence_mask_function":
             return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
-        case "chunked_overlay" | "_legacy_chunked_overlay" if closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
+        case _ if name in _CHUNKS and closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
             return _Pattern(causal=False)
     return _Pattern(_CUSTOM_PATTERN)
+
+
+_CHUNKS = ("chunked_overlay", "_legacy_chunked_overlay")
+
+
+def _has_chunks(mask_function: Callable) -> bool:
+    name, closed_over = _made_by(mask_function)
+    return name in _CHUNKS or (name == "and_masks" and any(map(_has_chunks, closed_over["mask_functions"])))
 
 
 def _adds_documents(mask_function: Callable) -> bool:
@@ -405,18 +444,17 @@ def _is_window_of_both_sides(overlay: Callable, window: int) -> bool:
 @torch.compiler.assume_constant_result
 def _layers_agree(config_class: type, causal: bool) -> bool:
     """Whether the layers of these models say by themselves whether they are causal, and never anything else. Those of Gemma, for one, say
-    is_causal=False of use_bidirectional_attention, whatever mask the model asks for. True where no layer's source is at hand."""
-    return causal in _told_by_layers(_modeling_module(config_class))
+    is_causal=False of use_bidirectional_attention, whatever mask the model asks for. False where no layer's source is at hand."""
+    return causal in _told_by_layers(_modeling_source(config_class))
 
 
 @functools.cache
-def _told_by_layers(module_name: str) -> tuple[bool, ...]:
-    """The one thing that the layers of a modeling module say of causality, True where they say nothing; both where there is no source; or
-    nothing, where they say now this, now that."""
-    source = source_of(module_name)
+def _told_by_layers(source: str) -> tuple[bool, ...]:
+    """The one thing that the layers of a modeling module say of causality, True where they say nothing; nothing where they say now this, now
+    that, or there is no source."""
     said = {value.strip() for value in re.findall(r"\bis_causal\b(?:: [\w |]+)? ?= ?([^\n,)#]+)", source)}
     if not source:
-        return True, False
+        return ()
     if said <= {"True"}:
         return (True,)
     return (False,) if said == {"False"} and "self.is_causal = False" in source else ()
@@ -435,7 +473,11 @@ def _adds_the_token_itself(config_class: type) -> bool:
 def _hands_on_its_window(config_class: type) -> bool:
     """Whether the layers of these models tell the attention function of their window. Those of PhiMoE and Qwen2-MoE do not: theirs is in
     the mask alone. True where no layer's source is at hand."""
-    source = _modeling_source(config_class)
+    return _calls_with_window(_modeling_source(config_class))
+
+
+@functools.cache  # PERF: the search takes 0.3 to 1.3 ms, and continuous batching asks in every layer
+def _calls_with_window(source: str) -> bool:
     return "attention_interface(" not in source or re.search(_CALL_WITH_WINDOW, source) is not None
 
 
@@ -449,17 +491,21 @@ _CALL_WITH_WINDOW = re.compile(CALL_OF_INTERFACE + r"\bsliding_window=")
 
 
 def _modeling_source(config_class: type) -> str:
-    return source_of(_modeling_module(config_class))
+    """The source of the layers of models with this config: those of the first class in its line that has some, as a program may extend a
+    config of Transformers and leave the layers as they are."""
+    names = [c.__module__.replace(".configuration_", ".modeling_") for c in config_class.__mro__]
+    return next((source for source in map(source_of, names) if "attention_interface(" in source), source_of(names[0]))
 
 
-def _modeling_module(config_class: type) -> str:
-    return config_class.__module__.replace(".configuration_", ".modeling_")
-
-
-@functools.cache
 def source_of(module_name: str) -> str:
     """The source of a loaded module, or nothing where it cannot be read."""
+    module = sys.modules.get(module_name)
+    return "" if module is None else _source(module)
+
+
+@functools.cache  # not of what is not loaded yet
+def _source(module: ModuleType) -> str:
     try:
-        return inspect.getsource(sys.modules[module_name])
-    except (KeyError, OSError, TypeError):
+        return inspect.getsource(module)
+    except (OSError, TypeError):
         return ""

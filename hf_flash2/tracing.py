@@ -7,8 +7,9 @@ import torch
 
 # What a mask of Transformers is made of beside the pattern, by the names of the arguments that bring it. The first is one of every function
 # that asks for a mask, and of no other.
-_OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
-_WRITES = {getattr(operator, name) for name in ("setitem", "iadd", "isub", "imul", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")}
+OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
+_WRITES = {getattr(operator, name) for name in ("setitem", *_IN_PLACE)}
 _answers: list[bool] = []  # from _look, which cannot return anything to traced code
 
 
@@ -32,10 +33,10 @@ def _answer() -> bool:
 def _look(context: Any) -> None:
     """Run by Dynamo, with what it knows: the local variables of who asked for the mask."""
     _answers.clear()
-    asks = next((level for level in range(1, 6) if _local(context, _OVERLAYS[0], level) is not None), None)
+    asks = next((level for level in range(1, 6) if _local(context, OVERLAYS[0], level) is not None), None)
     if asks is None:
         return
-    positions, *overlays = (_local(context, name, asks) for name in ("position_ids", *_OVERLAYS))
+    positions, *overlays = (_local(context, name, asks) for name in ("position_ids", *OVERLAYS))
     if positions is not None and all(overlay is None or _is_none(overlay) for overlay in overlays):
         _answers.append(_is_none(positions) or (positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)))
 
@@ -55,7 +56,7 @@ def _is_none(variable: Any) -> bool:
 def _counts_up(node: torch.fx.Node) -> bool:
     """Whether a tensor of a graph is 0, 1, 2 .. from any number on, in every row."""
     if node.op == "call_function" and node.target is torch.arange:
-        return len(node.args) < 3 and "step" not in node.kwargs and not _is_written_to(node)
+        return len(node.args) < 3 and not {"step", "out"} & node.kwargs.keys() and not _is_written_to(node)
     if node.op == "call_function" and node.target is operator.add:
         tensors = [value for value in node.args if _is_tensor(value)]
         return len(tensors) == 1 and _counts_up(tensors[0])
@@ -73,7 +74,8 @@ def _is_written_to(node: torch.fx.Node) -> bool:
     for made in reached:
         for user in made.users:
             name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-            if user.target in _WRITES or name.endswith("_") or "out" in user.kwargs:
+            writes = getattr(getattr(user.target, "_schema", None), "is_mutable", False)  # a custom op
+            if user.target in _WRITES or name.endswith("_") or "out" in user.kwargs or writes:
                 return True
             if user not in reached:
                 reached.append(user)

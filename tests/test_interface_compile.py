@@ -3,12 +3,14 @@
 The "aot_eager" backend traces forward and backward as inductor does, without the minutes inductor takes to compile for a CPU.
 """
 
+import inspect
+
 import pytest
 import tiny_models as tiny
 import torch
 from test_interface import documents, logits
 from tiny_models import BATCH, DTYPES, VERSION
-from transformers import StaticCache
+from transformers import StaticCache, masking_utils
 
 import hf_flash2.notices
 
@@ -102,6 +104,18 @@ def test_an_unpadded_encoder_without_a_mask(family, device, notices):
     """Its window has two sides, although its model counts positions up as a decoder does."""
     assert_compiled_matches_eager(family, device, input_ids=tiny.tokens(device))
     assert notices() == []
+
+
+def test_masks_of_a_transformers_with_more_arguments(device, notices, monkeypatch):
+    """What a new one lays over the mask cannot be seen while compiling."""
+    made = masking_utils.create_causal_mask
+    new = inspect.Parameter("segment_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+    known = [p for p in inspect.signature(made).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    later = lambda *args, **kwargs: made(*args, **kwargs)  # noqa: E731
+    later.__signature__ = inspect.Signature([*known, new])
+    monkeypatch.setattr(masking_utils, "create_causal_mask", later)
+    assert_compiled_matches_eager("llama", device, input_ids=tiny.tokens(device), use_cache=False)
+    assert len(notices()) == 1 and "no plain causal" in notices()[0]
 
 
 def test_restarting_positions_do_not_leak_without_the_kwargs(device, notices):

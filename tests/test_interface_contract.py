@@ -1,7 +1,10 @@
 """The attention and the mask function by themselves: arguments honoured or refused, masks of every origin, dtypes, notices."""
 
 import copy
+import gc
+import importlib
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,7 +12,8 @@ import tiny_models as tiny
 import torch
 import torch.nn.functional as F
 from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
-from transformers import DynamicCache, masking_utils
+from transformers import DynamicCache, MistralConfig, Qwen2MoeConfig, masking_utils
+from transformers.models.mistral import modeling_mistral  # noqa: F401 - for the source of its layers
 
 import hf_flash2
 from hf_flash2 import interface, masks, packing
@@ -403,7 +407,7 @@ def test_a_sliding_cache_takes_the_columns_it_still_holds(lost, device):
     arguments = mask_arguments(
         device, 2, SEQLEN - 2, kv_length=6, kv_offset=SEQLEN - 6, mask_function=masking_utils.sliding_window_causal_mask_function(5)
     )
-    mask = masks.hf_flash2_mask(**arguments, attention_mask=given)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=given, config=MistralConfig(sliding_window=5))
     assert torch.equal(mask, given[:, -6:])
     visible = causal_band(2, 6, device) & causal_band(2, 6, device).flip(0, 1) & given[:, None, None, -6:]
     found = attention(Layer(), q, k, v, WithoutAttribute(mask) if lost else mask, sliding_window=5)
@@ -412,9 +416,42 @@ def test_a_sliding_cache_takes_the_columns_it_still_holds(lost, device):
 
 def test_no_mask_when_nothing_is_padded(device):
     for mask_function in (masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(3), None):
-        arguments = {"batch_size": BATCH, "q_length": 4, "q_offset": 3, "kv_length": 7, "device": device}
+        arguments = {
+            "batch_size": BATCH,
+            "q_length": 4,
+            "q_offset": 3,
+            "kv_length": 7,
+            "device": device,
+            "config": MistralConfig(sliding_window=3),
+        }
         assert masks.hf_flash2_mask(**arguments, mask_function=mask_function) is None
         assert masks.hf_flash2_mask(**arguments | {"kv_length": 5, "kv_offset": 2}, mask_function=mask_function) is None
+
+
+@pytest.mark.parametrize("config", [None, MistralConfig()], ids=["code in the mask", "no code"])
+def test_a_mask_is_freed_at_once(config, device):
+    """Programs that train with the garbage collector switched off would else keep those of every step."""
+    gc.collect()
+    gc.disable()
+    try:
+        arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
+        mask = masks.hf_flash2_mask(**arguments, attention_mask=tiny.attention_mask("left", device).bool(), config=config)
+        attention(Layer(), *qkv(device), mask)
+        kept = weakref.ref(mask)
+        del mask
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_in_small_integers_that_the_model_hands_on_has_no_code(causal, device):
+    q, k, v = qkv(device)
+    given = tiny.attention_mask("right", device)
+    visible = (causal_band(device=device) if causal else torch.ones(SEQLEN, SEQLEN, dtype=torch.bool, device=device)) & given.bool()[
+        :, None, None
+    ]
+    assert_close(attention(Layer(causal), q, k, v, given.to(torch.int8)), expected(q, k, v, visible), given.bool())
 
 
 def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):
@@ -533,6 +570,85 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
     assert len(notices()) == 1 and "no plain causal" in notices()[0]
 
 
+MISTRAL = MistralConfig(sliding_window=5)
+ALL = lambda *indices: torch.tensor(True)  # noqa: E731
+IMAGES = image_overlay(torch.arange(SEQLEN) // 4)
+UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap where an overlay is no function of tensors alone
+    "a window, and images that see themselves": lambda w, both: (masking_utils.or_masks(w(5), IMAGES), False),
+    "a window, and another of two sides": lambda w, both: (masking_utils.or_masks(w(7), both(5)), False),
+    "all before, and a window of two sides": lambda w, both: (masking_utils.or_masks(masking_utils.causal_mask_function, both(5)), False),
+    "a window, and all": lambda w, both: (masking_utils.or_masks(w(5), ALL), True),
+    "a window of two sides, and a prefix": lambda w, both: (masking_utils.or_masks(w(5), both(5), everything_visible_before(3)), True),
+    "a causal pattern alone": lambda w, both: (masking_utils.or_masks(masking_utils.causal_mask_function), False),
+    "half a window": lambda w, both: (masking_utils.sliding_window_overlay(5), False),
+    "half a window beside documents": lambda w, both: (
+        masking_utils.and_masks(
+            masking_utils.sliding_window_overlay(5), masking_utils.packed_sequence_mask_function(torch.zeros(BATCH, SEQLEN))
+        ),
+        True,
+    ),
+    "somebody's own window": lambda w, both: (w(3), False),
+    "a narrower one": lambda w, both: (masking_utils.and_masks(w(5), masking_utils.sliding_window_overlay(3)), False),
+}
+
+
+@NEEDS_5
+@pytest.mark.parametrize("pattern", UNIONS_AND_WINDOWS)
+def test_what_only_looks_like_a_pattern_that_layers_know(pattern, notices, device):
+    def both(window):
+        scope = {"__name__": "transformers.models.mine.modeling_mine"}
+        source = "def _bidirectional_window_overlay(sliding_window):\n    return lambda b, h, q, k: abs(q - k) < sliding_window"
+        exec(source, scope)
+        return scope["_bidirectional_window_overlay"](window)
+
+    mask_function, use_vmap = UNIONS_AND_WINDOWS[pattern](masking_utils.sliding_window_causal_mask_function, both)
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL)
+    mask = masks.hf_flash2_mask(**arguments, **({"use_vmap": True, "allow_is_causal_skip": False} if use_vmap else {}))
+    assert mask.dim() == 4
+
+
+@NEEDS_5
+@pytest.mark.parametrize(
+    ("visible", "module", "name"),
+    [
+        ("(abs(q - k) < sliding_window) & (k != 1)", "mine", "_bidirectional_window_overlay"),
+        ("(abs(q - k) < sliding_window) & (k != 1)", "transformers.models.mine.modeling_mine", "_another_overlay"),
+        ("abs(q - k) <= sliding_window", "transformers.models.mine.modeling_mine", "_bidirectional_window_overlay"),
+        ("abs(q - k) < sliding_window", "transformers.models.mine.modeling_mine", "_bidirectional_window_overlay"),
+    ],
+)
+def test_a_window_of_two_sides_is_that_of_gemma_alone(visible, module, name, device):
+    scope = {"__name__": module}
+    exec(f"def {name}(sliding_window):\n    def inner(b, h, q, k):\n        return {visible}\n    return inner", scope)
+    mask_function = masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5), scope[name](5))
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL, use_vmap=True)
+    mask = masks.hf_flash2_mask(**arguments, allow_is_causal_skip=False)
+    plain = visible == "abs(q - k) < sliding_window"
+    assert (mask is not None and mask.dim() == 4) != plain
+    if plain:
+        assert masks._coded(mask) is False
+        tiny.model("qwen2_moe")  # whose layers leave their window to the mask
+        assert (
+            masks.hf_flash2_mask(**arguments | {"config": tiny.config("qwen2_moe", sliding_window=5)}, allow_is_causal_skip=False).dim()
+            == 4
+        )
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="as of Transformers 5.24")
+def test_chunks_of_documents_are_of_positions(device):
+    number = torch.tensor([[0] * 6 + [1] * 6], device=device)
+    arguments = {"config": SimpleNamespace(attention_chunk_size=32), "attention_mask": None}
+    chunks = masking_utils.chunked_causal_mask_function(32, torch.zeros(1, dtype=torch.int64))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 30, 31, 32, 33, 34, 35]], device=device)
+    within = masking_utils.remap_positions_for_packed_sequence(chunks, positions)
+    mask_function = masking_utils.and_masks(within, masking_utils.packed_sequence_mask_function(number))
+    arguments |= mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function) | {"batch_size": 1}
+    mask = masks.hf_flash2_mask(**arguments, allow_is_causal_skip=False, use_vmap=True)
+    assert mask.dim() == 4
+    assert mask[0, 0, 7].tolist() == [False] * 6 + [True, True] + [False] * 4
+    assert mask[0, 0, 9].tolist() == [False] * 8 + [True, True] + [False] * 2  # another chunk
+
+
 def test_a_function_of_the_same_name_is_not_the_one_of_transformers(device):
     """Whoever passes it means what it does."""
 
@@ -576,14 +692,14 @@ WHAT_LAYERS_SAY = {  # source of a modeling module -> whether a mask that is cau
     "not causal, in a call": ("attend(q, is_causal=False)", True, True),
     "now this, now that": ("self.is_causal = True\n    self.is_causal = False", True, True),
     "what the config says": ("self.is_causal = config.is_decoder", True, True),
-    None: (None, False, False),
+    None: (None, True, True),
 }
 
 
 @NEEDS_5
 @pytest.mark.parametrize("said", WHAT_LAYERS_SAY)
 def test_a_mask_says_what_is_causal_where_layers_may_say_otherwise(said, device, monkeypatch, tmp_path):
-    """Without padding there is a mask for that alone; where no source is at hand, layers are believed."""
+    """Without padding there is a mask for that alone."""
     source, *wanted = WHAT_LAYERS_SAY[said]
     name = f"said_{tmp_path.name}.modeling_mine"
     if source is not None:
@@ -597,6 +713,17 @@ def test_a_mask_says_what_is_causal_where_layers_may_say_otherwise(said, device,
         arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function) | {"q_offset": 0}
         found.append(masks.hf_flash2_mask(**arguments, config=config) is not None)
     assert found == wanted
+
+
+def test_a_config_that_extends_one_of_transformers_has_its_layers(monkeypatch):
+    """Which is written where nothing is said of layers. What is not loaded yet is looked at again."""
+    name = Qwen2MoeConfig.__module__.replace(".configuration_", ".modeling_")
+    extended = type("Extended", (Qwen2MoeConfig,), {"__module__": __name__})
+    with monkeypatch.context() as context:
+        context.delitem(sys.modules, name, raising=False)
+        assert masks._hands_on_its_window(Qwen2MoeConfig)
+    importlib.import_module(name)
+    assert [masks._hands_on_its_window(config) for config in (Qwen2MoeConfig, extended)] == [VERSION < (5, 0)] * 2
 
 
 OVERLAYS_WHILE_COMPILING = {
@@ -623,7 +750,7 @@ def test_patterns_while_compiling(overlay, device, monkeypatch):
 def test_one_chunk_is_plainly_causal(device):
     mask_function = masking_utils.chunked_causal_mask_function(SEQLEN, torch.zeros(BATCH, dtype=torch.int64))
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
-    assert masks.hf_flash2_mask(**arguments) is None
+    assert masks.hf_flash2_mask(**arguments, config=MistralConfig()) is None
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])

@@ -87,9 +87,60 @@ def restart_with_out(x):
     return positions
 
 
-@pytest.mark.parametrize("positions", [restart_in_place, restart_through_a_view, restart_with_out])
+def restart_by_shifts(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    half = positions[:, 2:]
+    half >>= 1
+    return positions
+
+
+def restart_in_a_buffer(x):
+    buffer = torch.empty(x.shape[1], dtype=torch.int64)
+    positions = torch.arange(x.shape[1], out=buffer)
+    buffer[3:] -= 3
+    return positions.unsqueeze(0)
+
+
+@torch.library.custom_op("hf_flash2_tests::restart", mutates_args={"positions"})
+def restart(positions: torch.Tensor) -> None:
+    positions[3:] -= 3
+
+
+def restart_by_a_custom_op(x):
+    positions = torch.arange(x.shape[1])
+    restart(positions)
+    return positions.unsqueeze(0)
+
+
+WRITES = [restart_in_place, restart_through_a_view, restart_with_out, restart_by_shifts, restart_in_a_buffer, restart_by_a_custom_op]
+
+
+@pytest.mark.parametrize("positions", WRITES)
 def test_positions_that_were_written_to(positions):
     assert answer(lambda x: ask_for_mask(positions(x))) is False
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x: (torch.arange(x.shape[1]) % 3).unsqueeze(0),
+        lambda x: (torch.arange(x.shape[1]) // 2).unsqueeze(0),
+        lambda x: (torch.arange(x.shape[1]) * 2).unsqueeze(0),
+        lambda x: torch.flip(torch.arange(x.shape[1]), (0,)).unsqueeze(0),
+        lambda x: torch.arange(6).cumsum(0).unsqueeze(0),
+        lambda x: torch.arange(6).clamp(0).unsqueeze(0).flip(0),
+    ],
+)
+def test_positions_that_are_computed_with(positions):
+    assert answer(lambda x: ask_for_mask(positions(x))) is False
+
+
+def ask_for_mask_in_older_words(position_ids, or_mask_function=None, and_mask_function=None):
+    return mask_function()
+
+
+def test_an_overlay_that_this_version_does_not_have():
+    assert answer(lambda x: ask_for_mask_in_older_words(torch.arange(x.shape[1]).unsqueeze(0))) is True
 
 
 def ask_for_mask_without_positions(or_mask_function=None, and_mask_function=None):
