@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .functional import flash_attn_func, flash_attn_varlen_func
 
 _PLAIN = torch._C._nn.scaled_dot_product_attention
-_THEIR_PACKAGE = "torch.distributed.tensor.experimental"
+_THEIR_PACKAGE = "torch.distributed"
 
 
 class Shards(NamedTuple):
@@ -81,7 +81,7 @@ def _read(function) -> Shards | None:
     from torch.distributed.device_mesh import DeviceMesh
 
     meshes = [cell.cell_contents for cell in function.__closure__ or () if isinstance(cell.cell_contents, DeviceMesh)]
-    balanced = getattr(getattr(sys.modules[module], "_cp_options", None), "enable_load_balance", None)
+    balanced = getattr(getattr(sys.modules.get(module), "_cp_options", None), "enable_load_balance", None)
     if len(meshes) != 1 or meshes[0].ndim != 1 or not isinstance(balanced, bool):
         raise ValueError(
             f"context parallelism is active, but torch {torch.__version__} does not show over which processes in a way that hf_flash2 "
@@ -111,17 +111,18 @@ class Documents:
         self.starts = starts  # of each row, ascending
         self.tokens = tokens  # of a row
         self.reals = reals or [(0, tokens)] * len(starts)  # of each row [first, end), from its first start on; all else is padding
-        self._pieces: list[list[Piece]] | None = None
+        self._pieces: dict[tuple[Shards, torch.device], list[list[Piece]]] = {}
 
     def pieces(self, shards: Shards, device: torch.device) -> list[list[Piece]]:
         """For each chunk of this process, that of every row. Made by the first layer that asks."""
-        if self._pieces is None:
+        if (shards, device) not in self._pieces:
             length = self.tokens // len(shards.order)
-            self._pieces = [
-                [self._piece(row, chunk * length, (chunk + 1) * length, device) for row in range(len(self.starts))]
-                for chunk in shards.chunks
-            ]
-        return self._pieces
+            with torch.inference_mode(False):  # what is kept may be saved for a backward
+                self._pieces[shards, device] = [
+                    [self._piece(row, chunk * length, (chunk + 1) * length, device) for row in range(len(self.starts))]
+                    for chunk in shards.chunks
+                ]
+        return self._pieces[shards, device]
 
     def _piece(self, row: int, first: int, end: int, device: torch.device) -> Piece:
         starts = self.starts[row]
@@ -211,10 +212,10 @@ def documents_of_cu_seqlens(
     Raises:
         ValueError: they are not the same, or not those of whole rows.
     """
-    known = _known(cu_seqlens_q)
-    if known is not None:
+    known, whole = _known(cu_seqlens_q), tokens * shards.size
+    if known is not None and known.tokens == rows * whole:
         return known.documents
-    bounds, whole = cu_seqlens_q.tolist(), tokens * shards.size
+    bounds = cu_seqlens_q.tolist()
     if bounds != cu_seqlens_k.tolist():
         raise ValueError("under context parallelism queries and keys are the same tokens: cu_seq_lens_q and cu_seq_lens_k have to be equal")
     ends = range(0, (rows + 1) * whole, whole)

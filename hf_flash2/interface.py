@@ -6,6 +6,7 @@ SDPA with one warning; `set_strict(True)` turns those warnings into errors. Only
 Transformers.
 """
 
+import functools
 import inspect
 import sys
 from typing import Any, NamedTuple
@@ -377,7 +378,8 @@ def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Ten
     version = context_parallel.version_of(position_ids)
     known: _LookedAt | None = _positions.get(position_ids)
     if known is None or known.version != version or module in known.layers:
-        known = _LookedAt(Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
+        with torch.inference_mode(False):  # a teacher may look first, and what it finds is saved for the backward of its student
+            known = _LookedAt(Documents.same(packing.documents_from_position_ids(position_ids)), version, WeakSet())
         _positions[position_ids] = known
     known.layers.add(module)
     return known.documents
@@ -514,6 +516,12 @@ def _decode_pages(
     return out.squeeze(1).unsqueeze(0).to(q.dtype)
 
 
+@functools.cache
+def takes_kwargs(cache_class: type) -> bool:
+    """Whether a paged cache finds what it needs in kwargs, and leaves its pages there, as since Transformers 5.23."""
+    return "kwargs" in inspect.signature(cache_class.update).parameters
+
+
 def update_paged_cache(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, cache: Any, kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -524,7 +532,7 @@ def update_paged_cache(
     """
     if cache is None:
         pass
-    elif "kwargs" in inspect.signature(cache.update).parameters:
+    elif takes_kwargs(type(cache)):
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     else:  # Transformers 5.0 to 5.22
         kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"

@@ -16,7 +16,7 @@ import torch
 
 from . import masks
 from .functional import flash_attn_func, flash_attn_varlen_func
-from .interface import UNSUPPORTED, hf_flash2_attention
+from .interface import UNSUPPORTED, hf_flash2_attention, takes_kwargs
 from .kvcache import flash_attn_with_kvcache
 from .masks import CALL_OF_INTERFACE, hf_flash2_mask, source_of
 from .notices import NAME, is_strict
@@ -30,10 +30,12 @@ _transformers: ModuleType | None = None
 def register() -> None:
     """Make Transformers know the name "hf_flash2". Idempotent; never raises: what failed is in `registration_state()` and later errors."""
     global _transformers
-    if _transformers is not None or importlib.util.find_spec("transformers") is None:
+    if _transformers is not None:
         return
     _problems.clear()
     try:
+        if importlib.util.find_spec("transformers") is None:
+            return
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils, modeling_flash_attention_utils
     except Exception as error:  # noqa: BLE001 - whatever is wrong with transformers, the kernels alone must stay usable
@@ -110,7 +112,7 @@ def _with_kvcache() -> Any:
     Transformers 5.23)."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    return flash_attn_with_kvcache if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters else None
+    return flash_attn_with_kvcache if takes_kwargs(PagedAttentionCache) else None
 
 
 def _gated(method: Any) -> Any:
@@ -243,9 +245,15 @@ def _join_accelerate() -> None:
     accelerator = sys.modules.get("accelerate.accelerator")
     if hasattr(accelerator, _ACCELERATES_HOOKS):
         _wrap(accelerator, _ACCELERATES_HOOKS, _keeping_masks)
+    elif hasattr(accelerator, "ParallelismConfig") and _NO_HOOKS not in _problems:
+        _problems.append(_NO_HOOKS)
 
 
 _ACCELERATES_HOOKS = "_attach_context_parallel_hooks"
+_NO_HOOKS = (
+    f"this accelerate has no {_ACCELERATES_HOOKS}, which hf_flash2 has to wrap: under context parallelism it may take attention_mask away, "
+    "so leave padding out of the rows"
+)
 
 
 def _keeping_masks(attach_hooks: Any) -> Any:

@@ -338,6 +338,29 @@ def test_a_context_that_does_not_show_its_processes_is_refused(monkeypatch):
         context_parallel.active()
 
 
+@pytest.mark.parametrize("module", ["torch.distributed.tensor.parallel", "torch.distributed.of_tomorrow"])
+def test_one_that_torch_has_moved_is_refused_too(module, monkeypatch):
+    """Else each process would attend to its own tokens alone."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", types.FunctionType((lambda: None).__code__, {"__name__": module}))
+    with pytest.raises(ValueError, match="does not show over which processes"):
+        context_parallel.active()
+
+
+def test_documents_are_cut_as_each_caller_shares_them():
+    bounds = torch.tensor([0, 3, 16], dtype=torch.int32)
+    for balanced in (True, False, True):
+        shards = Shards(None, 0, 2, balanced)
+        found = context_parallel.documents_of_cu_seqlens(shards, bounds, bounds, 1, 8)
+        wanted = context_parallel.Documents([[0, 3]], 16)
+        seen, expected = ([(p.begin, p.end) for p in itertools.chain(*x.pieces(shards, bounds.device))] for x in (found, wanted))
+        assert seen == expected
+    with pytest.raises(ValueError, match="with a bound at each of"):  # and not those of other rows
+        context_parallel.documents_of_cu_seqlens(Shards(None, 0, 2, True), bounds, bounds, 1, 4)
+    with torch.inference_mode():
+        pieces = context_parallel.Documents([[0, 3]], 16).pieces(Shards(None, 0, 2, True), bounds.device)
+    assert not any(piece.cu_seqlens_q.is_inference() for piece in itertools.chain(*pieces))
+
+
 def test_chunks_of_processes():
     four = [Shards(None, rank, 4, True) for rank in range(4)]
     assert [shards.chunks for shards in four] == [(0, 7), (1, 6), (2, 5), (3, 4)]

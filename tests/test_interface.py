@@ -142,6 +142,11 @@ def test_a_copy_of_the_mask_knows_what_is_causal(family, device):
             return model(input_ids=ids[:, 7:], past_key_values=cache).logits
 
     tiny.assert_as_exact_as_eager(*map(in_a_static_cache, models))
+    # Compiled layers, too, which cannot look at its values.
+    for layer in ours.model.layers:
+        layer.self_attn.compile(backend="aot_eager")
+    tiny.assert_as_exact_as_eager(*(logits(model, input_ids=ids) for model in models))
+    tiny.assert_as_exact_as_eager(*(logits(model, **packed) for model in models))
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="uses the models of Transformers 5")
@@ -418,6 +423,19 @@ def test_a_mask_of_documents_that_is_asked_for_again(pattern, attached, device):
     ).transpose(1, 2)
     seen = (visible & same).any(-1)  # a row that sees nothing is whatever SDPA makes of it
     torch.testing.assert_close(out.float()[seen], expected[seen], atol=1e-5 if DTYPES[0] == torch.float32 else 2e-2, rtol=0)
+
+
+def test_documents_that_were_found_in_inference_mode_may_be_trained_on(device):
+    """A teacher looks first, and its student computes gradients with what it has found."""
+    teacher, student = tiny.model("llama", device=device), tiny.model("llama", device=device)
+    batch = documents(device, flash_kwargs=False)
+    with torch.inference_mode():
+        teacher(**batch)
+    student(**batch).logits.sum().backward()
+    alone = tiny.model("llama", device=device)
+    alone(**documents(device, flash_kwargs=False)).logits.sum().backward()
+    for found, wanted in zip(student.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
 
 
 def test_one_document_is_not_packed(device):
@@ -710,6 +728,7 @@ def test_an_unpadded_forward_reads_nothing_back(device):
     model = tiny.model("llama", device=device, dtype=DTYPES[0])
     ids = tiny.tokens(device)
     assert synchronising_ops(lambda: logits(model, input_ids=ids)) == []
+    assert len(synchronising_ops(lambda: logits(model, input_ids=ids[:1]))) <= 1, "of one row, whether its positions begin anew"
 
 
 # ---------------------------------------------------------------------------------------------------------------- the checks above can fail

@@ -111,6 +111,23 @@ def test_the_import_hook_gives_our_functions_in_the_form_this_version_takes():
         assert functions[:2] == (hf_flash2.flash_attn_func, hf_flash2.flash_attn_varlen_func)
 
 
+def test_the_import_hook_gives_others_theirs():
+    def lazy_imports(implementation, attention_wrapper=None):
+        return "theirs", implementation, attention_wrapper
+
+    lazy_imports.__module__ = transformers.modeling_flash_attention_utils.__name__
+    admitting = registration._admitting(lazy_imports)
+    for name in (None, "flash_attention_2", "somebody/flash-kernel"):
+        assert admitting(name, attention_wrapper=1) == ("theirs", name, 1)
+        assert admitting(implementation=name) == ("theirs", name, None)
+
+
+def test_whoever_takes_the_name_after_us_has_it(monkeypatch):
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "hf_flash2", lambda *_: None)
+    state = hf_flash2.registration_state()
+    assert not state["registered"] and "hf_flash2" not in state["names"]
+
+
 def test_a_missing_target_is_explained_when_the_name_is_used(monkeypatch):
     monkeypatch.setattr(registration, "_problems", [])
     registration._wrap(types.SimpleNamespace(__name__="somewhere"), "_lazy_imports", registration._admitting)
@@ -167,6 +184,25 @@ if VERSION < (5, 24):
 def test_models_that_cannot_be_served_are_refused(family):
     with pytest.raises(ValueError, match=f"cannot run with attn_implementation=.*{REFUSED[family]}"):
         tiny.model(family)
+
+
+@pytest.mark.parametrize(
+    ("source", "served"),
+    [
+        ("class MineAttention(nn.Module):\n    pass\n", False),
+        ("class MineAttention(nn.Module):\n    functions = ALL_ATTENTION_FUNCTIONS\n", True),
+        ("class Mine(MineModel):\n    pass\n", True),  # its layers are somewhere else
+    ],
+    ids=["own attention", "calls the interface", "no layer"],
+)
+def test_layers_that_never_call_the_interface(source, served, monkeypatch, tmp_path):
+    module = types.ModuleType(f"layers_{tmp_path.name}_{served}")
+    module.__file__ = str(tmp_path / "modeling.py")
+    (tmp_path / "modeling.py").write_text(source)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    mine = type("Mine", (transformers.PreTrainedModel,), {"__module__": module.__name__, "_supports_flash_attn": True})
+    reason = registration.reason_model_unsupported(mine.__new__(mine))
+    assert reason is None if served else "never call the attention interface" in reason
 
 
 def test_models_that_list_what_they_are_compatible_with():
@@ -252,6 +288,19 @@ def test_trainer_and_accelerate_are_joined_when_they_are_loaded(monkeypatch):
         assert model.config._attn_implementation == name
         fakes["accelerate.accelerator"]._attach_context_parallel_hooks(model, more=2)
     assert hooked == [(models["eager"], {"more": 2})]
+
+
+def test_an_accelerate_that_takes_masks_away_in_another_place_is_told_of(monkeypatch):
+    monkeypatch.setattr(registration, "_problems", [])
+    accelerator = types.ModuleType("accelerate.accelerator")
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", accelerator)
+    tiny.model("llama")
+    assert hf_flash2.registration_state()["problems"] == []  # of a time before it knew context parallelism
+    accelerator.ParallelismConfig = object
+    for _ in range(2):
+        tiny.model("llama")
+    [problem] = hf_flash2.registration_state()["problems"]
+    assert "_attach_context_parallel_hooks" in problem
 
 
 def test_switching_back_and_forth():
