@@ -48,6 +48,9 @@ class Calls(Counter[str]):
 
     backend: str | None = None
 
+    def __reduce__(self) -> tuple:  # Counter's keeps the counts alone when a model is copied or saved
+        return *super().__reduce__(), vars(self)
+
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:

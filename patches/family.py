@@ -34,7 +34,7 @@ class Family:
     pretrained: type[PreTrainedModel]
     compute: FunctionType
     forward: FunctionType = field(init=False)
-    _replaced: dict[tuple[type, str], object] = field(default_factory=dict, init=False)
+    _replaced: dict[tuple[type, str], tuple[FunctionType, object]] = field(default_factory=dict, init=False)  # by what, and what was there
 
     def __post_init__(self):
         def forward(module: nn.Module, *args, **kwargs):
@@ -62,8 +62,17 @@ class Family:
         self._replace(pretrained, get_correct_attn_implementation)
 
     def revert(self) -> None:
-        """Put back the class attributes that `apply` replaced. Models constructed in between keep hf_flash2 through their config."""
-        for (owner, name), previous in self._replaced.items():
+        """Put back the class attributes that `apply` replaced. Models constructed in between keep hf_flash2 through their config.
+
+        Raises:
+            RuntimeError: somebody has replaced one of them since; nothing is put back then.
+        """
+        for (owner, name), (ours, _) in self._replaced.items():
+            if vars(owner).get(name) is not ours:
+                raise RuntimeError(
+                    f"{owner.__name__}.{name} is {vars(owner).get(name)!r}, which came after hf_flash2's and may call it; undo that first"
+                )
+        for (owner, name), (_, previous) in self._replaced.items():
             if previous is _ABSENT:
                 delattr(owner, name)
             else:
@@ -75,8 +84,9 @@ class Family:
         previous = replaced(module)
         if previous is not None:
             return previous
-        return MethodType(self._replaced.get((self.attention, "forward"), self.attention.forward), module)
+        _, forward = self._replaced.get((self.attention, "forward"), (None, self.attention.forward))
+        return MethodType(forward, module)
 
     def _replace(self, owner: type, function: FunctionType) -> None:
-        self._replaced[owner, function.__name__] = vars(owner).get(function.__name__, _ABSENT)
+        self._replaced[owner, function.__name__] = function, vars(owner).get(function.__name__, _ABSENT)
         setattr(owner, function.__name__, function)

@@ -37,7 +37,8 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     """Let this model's attention run on hf_flash2. Patching it again with the same options changes nothing and returns the same report.
 
     Works before and after PEFT, accelerate and torch.compile have wrapped the model, and with gradient checkpointing. While it is patched,
-    `model.config` is a copy of its own: what you change there is kept by `unpatch`.
+    `model.config` is a copy of its own: what you change there is kept by `unpatch`. As its layers hold forwards of their own, a patched model
+    that nobody needs any more is freed by the garbage collector, not at once: `del model; gc.collect()`.
 
     Args:
         packed: run the whole decoder, not attention alone, on the real tokens of padded batches: [B, S] inputs with their attention_mask
@@ -57,7 +58,8 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     target = pretrained_model(model)
     backend = _backend(target)
     existing = vars(target).get(_PATCH)
-    if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
+    in_use = existing is not None and existing.implementations == _implementations(target)
+    if in_use and existing.options == options:
         existing.report.expected_backend = backend
         return existing.report
     unpatch(model)
@@ -73,6 +75,8 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     except BaseException:
         _unbind_layers(target)
         restore_configs(model, configs)
+        if in_use:
+            patch(model, **existing.options)
         raise
     setattr(target, _PATCH, _Patch(configs, options, _implementations(target), report))
     return report

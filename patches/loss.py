@@ -80,10 +80,11 @@ def labelled_rows(
     ignore_index = -100 if ignore_index is None else ignore_index
     if shift_labels is None:
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    rows = given = (shift_labels != ignore_index).flatten().nonzero().flatten()
+    given = labelled = (shift_labels != ignore_index).flatten()
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == labels.shape:
-        rows = given[attention_mask.flatten().to(given.device)[given] != 0]
-    if counted and rows.shape != given.shape:
+        labelled = given & (attention_mask.flatten().to(given.device) != 0)
+    rows = labelled.nonzero().flatten()
+    if counted and labelled is not given and rows.shape[0] != int(given.sum()):
         notice(
             "hf_flash2: labels stand where padding would have to predict them; the packed loss leaves them out, and num_items_in_batch, "
             "which it is divided by, may count them: the loss is smaller then. Set such labels to -100"

@@ -170,8 +170,14 @@ def _rotates_by_length(config: PretrainedConfig) -> bool:
 def looks_at_rows(module: nn.Module) -> bool:
     """Whether there is a hook of PEFT's: most are there for one forward and have something for each row, adapter_names, the offsets of
     aLoRA, the task_ids of Poly."""
-    hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
-    return any(str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("peft.") for hook in hooks)  # func: of a partial
+    parts = [module]
+    while parts:  # PERF: as modules(), which takes 2 ms of every forward of 32 layers with LoRA, this 0.5
+        part = parts.pop()
+        for hook in part._forward_pre_hooks.values():
+            if str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("peft."):  # func: of a partial
+                return True
+        parts.extend(child for child in part._modules.values() if child is not None)
+    return False
 
 
 def token_shape(inputs: dict) -> torch.Size:

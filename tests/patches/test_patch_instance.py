@@ -1,5 +1,6 @@
 """patch, unpatch and patched: what they report, that they change one instance alone, and that everything comes off again."""
 
+import contextlib
 import copy
 import io
 import json
@@ -198,6 +199,11 @@ def test_a_forward_that_someone_else_put_on_the_instance():
 def test_a_deep_copy_stands_alone(family):
     model = small_models.model(family)
     report = hf_flash2.patch(model)
+    model.eval()
+    logits(model)
+    assert [calls.backend for calls in hf_flash2.patch(copy.deepcopy(model)).layers.values()] == ["cpu-reference"] * 2
+    hf_flash2.unpatch(model)
+    report = hf_flash2.patch(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -227,6 +233,20 @@ def test_patched_leaves_a_patched_model_patched():
     with hf_flash2.patched(model) as inner:
         assert inner is report
     assert model.config._attn_implementation == "hf_flash2"
+
+
+@pytest.mark.parametrize("way", [hf_flash2.patch, hf_flash2.patched])
+def test_a_patched_model_that_cannot_run_packed_stays_patched(way):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **sizes), attn_implementation="eager")
+    assert hf_flash2.patch(model).forwards is None
+    with pytest.raises(ValueError, match="cannot run packed"), contextlib.ExitStack() as stack:
+        made = way(model, packed=True)
+        stack.enter_context(made)
+    assert model.config._attn_implementation == "hf_flash2"
+    assert hf_flash2.patch(model).forwards is None
+    hf_flash2.unpatch(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_part_that_was_patched_before_the_whole():
@@ -368,6 +388,18 @@ class TestWholeClass:
         assert before == [dict(vars(owner)) for owner in (PATCHES[family].attention, PATCHES[family].pretrained)]
         later = AutoModelForCausalLM.from_config(small_models.config(family))
         assert later.config._attn_implementation == "sdpa"
+
+    def test_what_came_after_it_is_not_taken_away(self, family, monkeypatch):
+        module, attention = getattr(patches, family), PATCHES[family].attention
+        module.apply()
+        with monkeypatch.context() as context:
+            context.setattr(attention, "forward", lambda *args, ours=attention.forward, **kwargs: ours(*args, **kwargs))
+            theirs = attention.forward
+            with pytest.raises(RuntimeError, match=f"{attention.__name__}.forward is .*which came after"):
+                module.revert()
+            assert attention.forward is theirs
+        module.revert()
+        assert attention.forward is not PATCHES[family].forward
 
     def test_the_model_computes_what_eager_computes(self, family):
         PATCHES[family].apply()
