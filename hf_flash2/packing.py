@@ -74,21 +74,6 @@ def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | No
     return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
 
-def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Gather the real tokens of a padded batch into one packed row. Differentiable.
-
-    Args:
-        hidden_states: [B, S, ...]; attention_mask: bool or int [B, S], non-zero = real.
-    Returns:
-        packed [T, ...], indices int64 [T] into the flattened B * S rows, cu_seqlens int32 [B + 1], the longest length.
-    Synchronises with the host (the number of real tokens is a shape).
-    """
-    mask = attention_mask.bool()
-    lengths = mask.sum(1, dtype=torch.int32)
-    indices, cu_seqlens = token_indices(mask, lengths)
-    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, int(lengths.max())
-
-
 def token_indices(mask: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the real tokens of a bool mask [B, S] with row sums int32 [B] are: indices int64 [T] into the flattened rows, cu_seqlens int32
     [B + 1]. Synchronises with the host."""
@@ -96,6 +81,6 @@ def token_indices(mask: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tens
 
 
 def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """The inverse of `unpad_input`: [T, ...] back to [batch, seqlen, ...], zeros in the padding. Differentiable."""
+    """[T, ...] at `token_indices` of [batch, seqlen, ...], zeros in the padding. Differentiable."""
     padded = packed.new_zeros((batch * seqlen, *packed.shape[1:]))
     return padded.index_copy(0, indices, packed).unflatten(0, (batch, seqlen))

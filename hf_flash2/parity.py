@@ -10,6 +10,7 @@ overflows there.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ class Parity:
 
     @property
     def worst_gradient(self) -> str:
-        return max(self.gradients, key=lambda name: self.gradients[name].ratio)
+        return max(self.gradients, key=lambda name: (math.isnan(self.gradients[name].ratio), self.gradients[name].ratio))
 
     @property
     def problems(self) -> list[str]:

@@ -8,7 +8,6 @@ HEAD_DIM_MULTIPLE = 8  # other head dims are zero-padded once in functional.py
 KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256, 512)  # every head dim runs on the next one of these
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MIN_COMPUTE_CAPABILITY = (8, 0)
 
 
 def reason_unsupported(

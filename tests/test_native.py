@@ -105,6 +105,13 @@ def test_a_library_is_named_by_a_relative_path_or_cut_off(monkeypatch, tmp_path,
             native.library()
 
 
+def test_a_file_that_is_no_library(monkeypatch, tmp_path, unloaded):
+    (tmp_path / "mine.so").write_text("a text of more than sixty-four bytes, which is as many as the header of a library has\n" * 9)
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / "mine.so"))
+    with pytest.raises(native.NotAvailableError, match="mine.so cannot be loaded: .*invalid ELF header"):
+        native.library()
+
+
 def test_what_to_do_where_nothing_is_built(monkeypatch, tmp_path, unloaded):
     monkeypatch.delenv("HF_FLASH2_LIBRARY", raising=False)
     monkeypatch.setattr(native, "__file__", str(tmp_path / "checkout/hf_flash2/native.py"))

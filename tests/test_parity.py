@@ -33,6 +33,38 @@ def test_a_seed_repeats_the_answer_and_leaves_nothing_behind(device):
     assert first.logits.eager_max == second.logits.eager_max and torch.get_default_dtype() == torch.float32
 
 
+def errors(eager: float, ours: float) -> parity.Errors:
+    return parity.Errors(eager, eager, ours, ours)
+
+
+def test_the_ratio_of_errors():
+    assert [errors(*pair).ratio for pair in ((0.0, 0.0), (0.0, 1e-3), (2.0, 3.0))] == [1.0, float("inf"), 1.5]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ({}, None),
+        ({"routes": ["dense"]}, "called hf_flash2 1 times"),
+        ({"logits": errors(1.0, 2.0)}, None),
+        ({"logits": errors(1.0, 2.1)}, "logits are 2.1"),
+        ({"logits": errors(1.0, NAN)}, "logits are nan"),
+        ({"gradients": {"a": errors(1.0, 3.0)}}, None),
+        ({"gradients": {"a": errors(1.0, 1.0), "b": errors(1.0, 3.1)}}, "gradient of b is 3.1"),
+        ({"gradients": {"a": errors(1.0, 1.0), "b": errors(1.0, NAN), "c": errors(1.0, 9.0)}}, "gradient of b is nan"),
+        ({"gradients": {"a": errors(1.0, NAN), "b": errors(1.0, 1.0)}}, "gradient of a is nan"),
+    ],
+)
+def test_what_is_not_normal(found, problem):
+    values = {"model": "llama", "dtype": "bfloat16", "padding": "none", "device": "cpu", "backend": "cpu-reference"}
+    values |= {"routes": ["dense"] * parity.LAYERS, "logits": errors(1.0, 1.0), "gradients": {"a": errors(1.0, 1.0)}}
+    problems = parity.Parity(**values | found).problems
+    assert problems == [] if problem is None else len(problems) == 1 and problem in problems[0]
+
+
 def breaking(monkeypatch, name: str, **changes) -> None:
     """Make interface.py call flash_attn_<name>_func with some arguments changed, each by a function of the argument."""
     function = getattr(interface, name)
