@@ -29,9 +29,9 @@ __all__ = [
 ]
 
 # In a checkout, `patches` lies beside this folder, and setup.py maps it to hf_flash2.patches. This does so where nothing is installed, or
-# where Python was started in the checkout, which hides the installed package.
+# where Python was started in the checkout, which hides the installed package. It comes before an editable install of another checkout.
 _checkout = Path(__file__).resolve().parents[1]
-if (_checkout / "patches" / "contract.py").is_file() and importlib.util.find_spec("hf_flash2.patches") is None:
+if (_checkout / "patches" / "contract.py").is_file():
     __path__.append(str(_checkout))
 
 OLDEST_TORCH = (2, 6)  # before, Transformers makes no masks of documents, and eager and SDPA let them see each other

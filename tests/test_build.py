@@ -686,6 +686,15 @@ def test_a_checkout_has_its_patches(tmp_path):
     assert done.stdout.split() == [str(ROOT / "patches" / "__init__.py"), "True"]
 
 
+def test_another_checkout_has_its_own_patches(tmp_path):
+    """Where one is installed as editable, whose finder would answer for hf_flash2.patches, too."""
+    for folder in ("hf_flash2", "patches"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    script = "import hf_flash2.patches; print(hf_flash2.__file__, hf_flash2.patches.__file__)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / folder / "__init__.py") for folder in ("hf_flash2", "patches")]
+
+
 @pytest.mark.parametrize("version", ["65.5.0", "75.8.2"])
 def test_setuptools_that_is_too_old_is_named(tmp_path, version):
     """Without build isolation nobody reads what pyproject.toml requires; 65 has no bdist_wheel, 75 refuses the license of the project."""
