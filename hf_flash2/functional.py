@@ -160,6 +160,8 @@ def _attention(
     PERF: on the host of an H200, checking and packing take longer than a short kernel, so what has passed is not checked again: a call is
     looked up by everything that the checks look at. (But for the values of cu_seqlens, which nobody looks at on a GPU.)
     """
+    if deterministic not in (True, False, None):
+        raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0
     if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v) and (s_aux is None or _is_plain(s_aux)):
@@ -226,6 +228,8 @@ def check_are_tensors(**arguments) -> None:
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; use {name}.to_dense()")
 
 
 def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
@@ -242,13 +246,15 @@ def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softca
     if isinstance(scale, torch.Tensor):
         if scale.requires_grad:
             raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
+        if scale.numel() != 1 or (has_known_values(scale) and not bool(scale.isfinite())):
+            raise ValueError(f"softmax_scale must be one number, finite, or None (head_dim ** -0.5), got {scale}")
     elif scale is None:
         scale = head_dim**-0.5
     else:
         scale = _real(softmax_scale)
         if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
             raise ValueError(f"softmax_scale must be a number, finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
-    if causal not in (True, False):
+    if (isinstance(causal, torch.Tensor) and causal.numel() != 1) or causal not in (True, False):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     window = [_integer(x) for x in window_size] if isinstance(window_size, (tuple, list)) else []
     if len(window) != 2 or not all(isinstance(x, _INTEGERS) and x >= -1 for x in window):
@@ -346,7 +352,7 @@ def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch:
         raise ValueError(f"{name} must be an int32 tensor of shape {shapes}, got {ranges.dtype} {list(ranges.shape)}")
     if ranges.device != device or not ranges.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on {device}, got strides {list(ranges.stride())} on {ranges.device}")
-    if _has_known_values(ranges):
+    if has_known_values(ranges):
         for start, length in zip(*ranges[:2].tolist(), strict=True):
             if start < 0 or length < 0 or start + length > tokens:
                 raise ValueError(f"{name} must hold (start, length) of rows among the {tokens} given, got ({start}, {length})")
@@ -360,7 +366,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
         )
     if cu_seqlens.device != x.device or not cu_seqlens.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on {x.device}, got strides {list(cu_seqlens.stride())} on {cu_seqlens.device}")
-    if _has_known_values(cu_seqlens):
+    if has_known_values(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] < 0 or values[-1] > x.shape[0] or any(a > b for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"{name} must rise, from 0 or more to at most the {x.shape[0]} tokens given, got {values}")
@@ -369,14 +375,14 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
 def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
     if not isinstance(bound, _INTEGERS) or bound < 0 or (type(bound) is int and bound > _MAX_INT32):
         raise ValueError(f"{name} must be an integer, an upper bound of the lengths, at most {_MAX_INT32}, got {bound!r}")
-    if _has_known_values(cu_seqlens):
+    if has_known_values(cu_seqlens):
         values = cu_seqlens.tolist()
         longest = max(b - a for a, b in zip(values, values[1:], strict=False))
         if longest > bound:
             raise ValueError(f"{name} must be at least the longest sequence, {longest}, got {bound}")
 
 
-def _has_known_values(x: torch.Tensor) -> bool:
+def has_known_values(x: torch.Tensor) -> bool:
     """Where it costs no synchronisation to look at them."""
     return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling() and not ops.is_transformed()
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import kernels, ops, reference
-from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func
+from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func, has_known_values
 from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE
 
 _library = torch.library.Library("hf_flash2", "FRAGMENT")
@@ -56,7 +56,9 @@ def flash_attn_with_kvcache(
             their head dims and strides are multiples of 8 and their addresses of 16 bytes: a cache is never copied.
         k: [B, S, Hk, D], v: [B, S, Hk, Dv], or neither: written behind what the cache has of each sequence, then part of it.
         cache_seqlens: int32 [B] or one number: tokens in the cache before k and v. Needed with k or block_table; None else: all Sk. A
-            length below 0 stands for no sequence, its new tokens are not written; nor are those beyond what the cache can hold.
+            length below 0 stands for no sequence, its new tokens are not written. Lengths and pages are checked where that waits for no
+            device. On a GPU nobody looks at them: new tokens beyond what the cache can hold are not written, and out of such a sequence is
+            undefined.
         block_table: int32 [B, pages of the longest]: the pages where a sequence lies, one after the other. Entries behind its last page are
             not read.
         num_splits: of no effect: whether keys are split among thread blocks follows from the shapes.
@@ -85,6 +87,10 @@ def flash_attn_with_kvcache(
         _check_takes_no_gradient("s_aux", s_aux)
     lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
     capacity = kernels.capacity_of(k_cache, block_table)
+    if isinstance(cache_seqlens, numbers.Integral):
+        _check_fits(0, int(cache_seqlens), k, capacity)
+    if lengths is not None and has_known_values(lengths):
+        _check_places(lengths.tolist(), k, capacity, block_table, k_cache)
     if k is not None and k.shape[1] > 0:
         ranges = _OPS[0](k, v, k_cache, v_cache, lengths, block_table)
     elif lengths is not None:
@@ -155,13 +161,37 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
         if needed:
             raise ValueError("cache_seqlens must be given with k and v or a block_table: int32 [B], the tokens in the cache so far")
         return None
-    if isinstance(cache_seqlens, (int, numbers.Integral)):  # of numpy, too
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):  # of numpy, too
+        least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+        return torch.full((batch,), min(max(cache_seqlens, least), most), dtype=torch.int32, device=device)
     is_tensor = isinstance(cache_seqlens, torch.Tensor)
     if not is_tensor or cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,) or cache_seqlens.device != device:
         got = f"{cache_seqlens.dtype} {list(cache_seqlens.shape)} on {cache_seqlens.device}" if is_tensor else repr(cache_seqlens)
         raise ValueError(f"cache_seqlens must be an int or an int32 tensor of shape [{batch}] on {device}, got {got}")
     return cache_seqlens.contiguous()
+
+
+def _check_fits(sequence: int, length: int, k: torch.Tensor | None, capacity: int) -> None:
+    new = 0 if k is None else k.shape[1]
+    if length >= 0 and length + new > capacity:
+        raise ValueError(
+            f"cache_seqlens and new tokens must be at most the {capacity} tokens that the cache holds of a sequence, got {length} and "
+            f"{new} for sequence {sequence}; allocate a longer cache"
+        )
+
+
+def _check_places(
+    lengths: list[int], k: torch.Tensor | None, capacity: int, block_table: torch.Tensor | None, k_cache: torch.Tensor
+) -> None:
+    """That there are places for the tokens of every sequence, and that those are pages of this cache."""
+    new, (pages, page_size) = 0 if k is None else k.shape[1], k_cache.shape[:2]
+    for sequence, length in enumerate(lengths):
+        _check_fits(sequence, length, k, capacity)
+        if block_table is None or length < 0:
+            continue
+        for page in block_table[sequence, : -(-(length + new) // page_size)].tolist():
+            if not 0 <= page < pages:
+                raise ValueError(f"block_table must hold numbers of the {pages} pages there are, got {page} for sequence {sequence}")
 
 
 def _ranges(lengths: torch.Tensor, capacity: int) -> torch.Tensor:

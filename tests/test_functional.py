@@ -243,7 +243,11 @@ WRONG = {
     "scale beyond float32": (dense(softmax_scale=1e39), "softmax_scale", "finite", "1e+39"),
     "scale with a gradient": (dense(softmax_scale=torch.ones((), requires_grad=True)), "softmax_scale", "detach"),
     "scale in words": (dense(softmax_scale="x"), "softmax_scale", "a number", "'x'"),
+    "scales": (dense(softmax_scale=torch.ones(4)), "softmax_scale", "one number", "1., 1."),
     "causal in words": (dense(causal="no"), "causal", "True or False", "'no'"),
+    "causal for each": (dense(causal=torch.tensor([True, False])), "causal", "True or False", "tensor("),
+    "deterministic in words": (dense(deterministic="no"), "deterministic", "True or False", "'no'"),
+    "sparse": (dense(q=lambda x: x.to_sparse()), "q must be a dense tensor", "torch.sparse_coo", "to_dense()"),
     "no q": (dense(q=lambda x: None), "q must be a torch.Tensor", "NoneType"),
     "array": (dense(v=lambda x: x.float().cpu().numpy()), "v must be a torch.Tensor", "ndarray"),
     "list of cu_seqlens": (packed(prepare=torch.Tensor.tolist), "cu_seqlens_q must be a torch.Tensor", "list"),
@@ -308,6 +312,7 @@ WRONG_VALUES = {
     "range beyond": (ranges(ALL, [[0, 1], [5, 5]]), "ranges_k", "5 given", "(1, 5)"),
     "range below": (ranges([[-1, 0], [5, 5]], ALL), "ranges_q", "(-1, 5)"),
     "range of less than none": (ranges([[0, 0], [5, -1]], ALL), "ranges_q", "(0, -1)"),
+    "scale in a tensor": (dense(softmax_scale=torch.tensor(math.nan)), "softmax_scale", "finite", "nan"),
     "cu_seqlens below": (packed(cu_seqlens_k=(-1, 5, 10)), "cu_seqlens_k", "from 0", "[-1, 5, 10]"),
 }
 

@@ -11,7 +11,7 @@ from test_kernels import DTYPES, ON_GPU, compare
 from torch.autograd import forward_ad
 
 import hf_flash2
-from hf_flash2 import flash_attn_with_kvcache, kernels, native
+from hf_flash2 import flash_attn_with_kvcache, kernels, kvcache, native
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -204,6 +204,21 @@ WRONG = {
         tensors(cache_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")),
         r"cache_seqlens must be .* on cpu, got .* on meta",
     ),
+    "truth for a length": (tensors(cache_seqlens=True), "cache_seqlens must be an int or an int32 tensor .*got True"),
+    "length beyond the pages": (
+        tensors(cache_seqlens=torch.tensor([3, 384], dtype=torch.int32)),
+        "at most the 384 tokens that the cache holds of a sequence, got 384 and 1 for sequence 1; allocate a longer cache",
+    ),
+    "page beyond the last": (
+        tensors(block_table=torch.tensor([[0, 9, 9], [6, 9, 9]], dtype=torch.int32)),
+        "block_table must hold numbers of the 6 pages there are, got 6 for sequence 1",
+    ),
+    "page for a new token": (
+        tensors(
+            block_table=torch.tensor([[0, 9, 9], [1, -1, 9]], dtype=torch.int32), cache_seqlens=torch.tensor([3, 128], dtype=torch.int32)
+        ),
+        "the 6 pages there are, got -1 for sequence 1",
+    ),
     "lengths of another batch": (tensors(cache_seqlens=torch.zeros(3, dtype=torch.int32)), r"cache_seqlens must be .*\[2\]"),
     "table of another type": (tensors(block_table=torch.zeros(2, 3)), "block_table must be an int32 tensor"),
     "table of another batch": (tensors(block_table=torch.zeros(3, 3, dtype=torch.int32)), r"block_table must be .*\[2, pages"),
@@ -296,18 +311,35 @@ def test_lengths_may_be_one_number_or_none(device):
     assert torch.equal(flash_attn_with_kvcache(q, k, v), hf_flash2.flash_attn_func(q, k, v))
 
 
-def test_tokens_beyond_the_cache_are_left_out(device):
+@pytest.fixture
+def nobody_looks(monkeypatch):
+    """At lengths and pages, as on a GPU."""
+    monkeypatch.setattr(kvcache, "has_known_values", lambda x: False)
+
+
+def test_tokens_beyond_the_cache_are_left_out(device, nobody_looks):
     k_cache, v_cache = (torch.zeros(1, 8, 2, 64, device=device, dtype=DTYPES[0]) for _ in range(2))
     new = torch.ones(1, 4, 2, 64, device=device, dtype=DTYPES[0])
-    flash_attn_with_kvcache(new.repeat(1, 1, 2, 1), k_cache, v_cache, new, new, cache_seqlens=6)
+    six = torch.full((1,), 6, dtype=torch.int32, device=device)
+    flash_attn_with_kvcache(new.repeat(1, 1, 2, 1), k_cache, v_cache, new, new, cache_seqlens=six)
     assert k_cache.sum().item() == v_cache.sum().item() == 2 * 2 * 64
 
 
-def test_a_length_beyond_the_cache_is_all_of_it(device):
+def test_a_length_beyond_the_cache_is_all_of_it(device, nobody_looks):
     """However far, so that lengths and new tokens add up to more than 32 bits hold."""
     q, k, v = (torch.randn(2, n, 2, 64, device=device).to(DTYPES[0]) for n in (2, 20, 20))
     beyond = torch.full((2,), 2**31 - 1, dtype=torch.int32, device=device)
     assert torch.equal(flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=beyond), flash_attn_with_kvcache(q, k, v, cache_seqlens=20))
+
+
+@pytest.mark.parametrize("lengths", [7, 2**40], ids=str)
+def test_a_number_beyond_the_cache_is_refused(lengths, device):
+    """On a GPU, too, as it is on the host."""
+    new, caches = torch.zeros(2, 2, 2, 64, device=device, dtype=DTYPES[0]), torch.zeros(2, 2, 8, 2, 64, device=device, dtype=DTYPES[0])
+    with pytest.raises(ValueError, match=f"at most the 8 tokens that the cache holds of a sequence, got {lengths} and 2 for sequence 0"):
+        flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=lengths)
+    assert not caches.any()
+    flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=6)
 
 
 @pytest.mark.parametrize("name", ["append", "paged_forward"])
