@@ -164,7 +164,10 @@ def test_fine_tuning(text, title):
 def test_generation():
     lines = [line.split() for line in (DOCS / "generate.txt").read_text().splitlines() if "tokens/s" in line]
     speeds = {(implementation, cache): speed for implementation, cache, _, speed, *_ in lines}
-    assert table_below("## Generation") == [[name, speeds[name, "static"], speeds[name, "paged"]] for name in ("sdpa", "hf_flash2")]
+    caches = ("dynamic", "static", "paged")
+    assert table_below("## Generation") == [[name, *(speeds[name, cache] for cache in caches)] for name in ("sdpa", "hf_flash2")]
+    [said] = re.findall(r"- Generation, 64 left-padded prompts: (.+?\.)\n", README.replace("\n  ", " "))
+    assert re.findall(r"[\d,]*\d", said) == [speeds[name, cache] for cache in caches for name in ("hf_flash2", "sdpa")]
 
 
 def test_the_gpu_tests_are_those_of_the_record():
