@@ -214,12 +214,12 @@ def parse_archs(text: str) -> list[Arch]:
         match = re.fullmatch(r"(\d{2,3})(a?)(\+PTX)?", entry)
         if not match or int(match[1]) < 80 or (match[2] and match[1] != "90") or (match[2] and match[3]):
             raise UsageError(
-                f"hf_flash2: HF_FLASH2_ARCHS must list compute capabilities from 80 on, 90+PTX for PTX as well, 90a for the Hopper "
-                f"kernels; got {entry!r} in {text!r}. The default is {DEFAULT_ARCHS!r}"
+                f"hf_flash2: HF_FLASH2_ARCHS or --archs must list compute capabilities from 80 on, 90+PTX for PTX as well, 90a for the "
+                f"Hopper kernels; got {entry!r} in {text!r}. The default is {DEFAULT_ARCHS!r}"
             )
         archs.append(Arch(match[1] + match[2], bool(match[3])))
     if not archs:
-        raise UsageError(f"hf_flash2: HF_FLASH2_ARCHS names no architecture, got {text!r}. The default is {DEFAULT_ARCHS!r}")
+        raise UsageError(f"hf_flash2: HF_FLASH2_ARCHS or --archs names no architecture, got {text!r}. The default is {DEFAULT_ARCHS!r}")
     return archs
 
 
@@ -229,7 +229,8 @@ def parse_head_dims(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
     unknown = [entry for entry in entries if entry not in map(str, known)]
     if unknown or (text and not entries):
         raise UsageError(
-            f"hf_flash2: HF_FLASH2_HEAD_DIMS must be among {', '.join(map(str, known))}; got {', '.join(unknown) or repr(text)}"
+            f"hf_flash2: HF_FLASH2_HEAD_DIMS or --head-dims must be among {', '.join(map(str, known))}; "
+            f"got {', '.join(unknown) or repr(text)}"
         )
     return tuple(sorted(map(int, entries))) or known
 

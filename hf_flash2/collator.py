@@ -104,10 +104,13 @@ class PackingCollator:
             _integer(getattr(self, name), name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
-        odd = examples if isinstance(examples, Mapping) else next((example for example in examples if not hasattr(example, "get")), None)
-        if odd is not None:
-            what = f"one {type(odd).__name__}" if odd is examples else f"a {type(odd).__name__} among them"
-            raise ValueError(f"PackingCollator takes a list of examples, each a mapping with its input_ids, got {what}")
+        expected = "PackingCollator takes a list of examples, each a mapping with its input_ids, got"
+        if isinstance(examples, Mapping):
+            raise ValueError(f"{expected} one {type(examples).__name__}")
+        examples = list(examples)
+        for example in examples:
+            if not hasattr(example, "get"):
+                raise ValueError(f"{expected} a {type(example).__name__} among them")
         documents = [self._document(index, example) for index, example in enumerate(examples)]
         documents = [(input_ids, labels) for input_ids, labels in documents if len(input_ids)]
         if not documents:
@@ -199,6 +202,8 @@ class PackingBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.lengths = _integers(lengths, "lengths").tolist()
         max_tokens, window, seed = _integer(max_tokens, "max_tokens"), _integer(window, "window"), _integer(seed, "seed")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         for index, length in enumerate(self.lengths):
             if not 1 <= length <= max_tokens:
                 remedy = "leave empty examples out" if length < 1 else "truncate or split it while tokenising, or raise max_tokens"

@@ -240,7 +240,8 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     "HF_FLASH2_LOSS": lambda: native.eager_asked("HF_FLASH2_LOSS"),
     "HF_FLASH2_ROTARY": lambda: native.eager_asked("HF_FLASH2_ROTARY"),
     "HF_FLASH2_STRICT": _strict,
-    **dict.fromkeys(("HF_FLASH2_ARCHS", "HF_FLASH2_HEAD_DIMS", "HF_FLASH2_LIBRARY", "HF_FLASH2_NVCC", "HF_FLASH2_SKIP_CUDA"), lambda: None),
+    "HF_FLASH2_ARCHS": lambda: build.parse_archs(os.environ["HF_FLASH2_ARCHS"] or build.DEFAULT_ARCHS),
+    **dict.fromkeys(("HF_FLASH2_HEAD_DIMS", "HF_FLASH2_LIBRARY", "HF_FLASH2_NVCC", "HF_FLASH2_SKIP_CUDA"), lambda: None),
     **dict.fromkeys(("HF_FLASH2_COMMIT", "HF_FLASH2_EMULATE", "HF_FLASH2_GPU_RECORD"), lambda: None),  # of the tests
 }
 
@@ -252,8 +253,8 @@ def _environment_problems() -> list[str]:
             _VARIABLES[name]()
         except KeyError:
             problems.append(f"{name} is no variable of hf_flash2: {', '.join(_VARIABLES)}")
-        except ValueError as error:
-            problems.append(str(error))
+        except (ValueError, build.UsageError) as error:
+            problems.append(str(error).removeprefix("hf_flash2: "))
     return problems
 
 

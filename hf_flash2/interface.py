@@ -51,6 +51,11 @@ UNSUPPORTED = {
     "indices": "selects keys",
     "block_indices": "selects keys",
 }
+# What means nothing without others.
+_INCOMPLETE = {
+    "block_table": "says where keys lie, without cu_seq_lens_k, which says how many there are",
+    "read_index": "says where keys lie, without write_index and cu_seq_lens_k",
+}
 _GIVEN_4D = "a 4-D attention mask was given"
 # These layers hand on the window of their model's encoder: their own masks have none, as they see all of the context.
 _WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention"}
@@ -88,7 +93,7 @@ def hf_flash2_attention(
     """
     if not is_paged(cache):  # from Transformers 5.24 on this may be the one that the layer has updated
         cache = None
-    if cache is not None or "read_index" in kwargs:  # continuous batching
+    if cache is not None or {"read_index", "write_index", "cu_seq_lens_k"} <= kwargs.keys():  # continuous batching
         if sliding_window is None and leaves_window_to_mask(module.config):
             raise ValueError(
                 f"{type(module).__name__} cannot run in continuous batching: {UNSAID_WINDOW}, and there is none; "
@@ -151,6 +156,8 @@ def attend(
         if argument is not None and name not in _HARMLESS:
             _refuse(module, name)
     if pages is not None:
+        if kwargs.get("cu_seq_lens_k") is None:
+            _refuse(module, "block_table")
         options = {"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "s_aux": s_aux}
         return _decode_pages(module, q, k, v, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
     if kwargs.get("output_attentions"):
@@ -264,7 +271,7 @@ def _check_shards(
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:
-    what = UNSUPPORTED.get(name, "may change the result, and hf_flash2 does not know it")
+    what = (UNSUPPORTED | _INCOMPLETE).get(name, "may change the result, and hf_flash2 does not know it")
     raise ValueError(
         f'{type(module).__name__} passes {name} to its attention, which {what}; use attn_implementation="eager" for this model'
     )

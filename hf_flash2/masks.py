@@ -450,8 +450,8 @@ def _layers_agree(config_class: type, causal: bool) -> bool:
 
 @functools.cache
 def _told_by_layers(source: str) -> tuple[bool, ...]:
-    """The one thing that the layers of a modeling module say of causality, True where they say nothing; nothing where they say now this, now
-    that, or there is no source."""
+    """The one thing that the layers of a modeling module say of causality, True where they say nothing; nothing where they say now this,
+    now that, or there is no source."""
     said = {value.strip() for value in re.findall(r"\bis_causal\b(?:: [\w |]+)? ?= ?([^\n,)#]+)", source)}
     if not source:
         return ()

@@ -265,8 +265,14 @@ def _below_autograd(op):
     return run
 
 
+def _refuse_jvp(ctx, *_):
+    raise NotImplementedError("hf_flash2 attention has no forward-mode derivative; use attn_implementation='eager' where one is needed")
+
+
 class _Attention(torch.autograd.Function):
     """forward and backward of a Plan as one differentiable function."""
+
+    jvp = staticmethod(_refuse_jvp)
 
     @staticmethod
     def forward(ctx, plan, q, k, v, sequences):  # few arguments: each costs time
@@ -293,6 +299,7 @@ class _AttentionWithLse(torch.autograd.Function):
     """
 
     generate_vmap_rule = True  # inside torch.func.vmap, of gradients of each sample for one: the dispatcher runs the op for each
+    jvp = staticmethod(_refuse_jvp)
 
     @staticmethod
     def forward(plan, q, k, v, sinks, sequences):

@@ -44,7 +44,10 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return f"the forward of its {name} has no {', '.join(missing)}"
     layers = getattr(base.config, "num_hidden_layers", None)
     if layers is None and base.config.sub_configs:
-        return "it is made of several models; its language model alone may be, as patch(model.get_decoder(), packed=True)"
+        return (
+            "it is made of several models; where it hands its attention_mask on as it came, its language model alone may be, as "
+            "patch(model.get_decoder(), packed=True)"
+        )
     if len(attention_layers) != layers:
         return f"it has {layers} layers, and the attention of {len(attention_layers)} runs on hf_flash2"
     for path, module in base.named_modules():

@@ -37,8 +37,8 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     """Let this model's attention run on hf_flash2. Patching it again with the same options changes nothing and returns the same report.
 
     Works before and after PEFT, accelerate and torch.compile have wrapped the model, and with gradient checkpointing. While it is patched,
-    `model.config` is a copy of its own: what you change there is kept by `unpatch`. As its layers hold forwards of their own, a patched model
-    that nobody needs any more is freed by the garbage collector, not at once: `del model; gc.collect()`.
+    `model.config` is a copy of its own: what you change there is kept by `unpatch`. As its layers hold forwards of their own, a patched
+    model that nobody needs any more is freed by the garbage collector, not at once: `del model; gc.collect()`.
 
     Args:
         packed: run the whole decoder, not attention alone, on the real tokens of padded batches: [B, S] inputs with their attention_mask
@@ -52,6 +52,9 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
         ValueError: the model's attention cannot run on hf_flash2, or its decoder not packed, with the reason; it is then as it was.
         hf_flash2.native.NotAvailableError: the model is on a GPU and the CUDA kernels cannot run there, with the reason.
     """
+    for name, option in (("packed", packed), ("keep_logits", keep_logits)):
+        if not isinstance(option, bool):
+            raise ValueError(f"{name} must be True or False, got {option!r}")
     if keep_logits and not packed:
         raise ValueError("keep_logits=True is about patch(model, packed=True); without packed the logits are always there")
     options = {"packed": packed, "keep_logits": keep_logits}
@@ -86,8 +89,9 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`: forwards, configs and implementation are the ones from before. Does nothing to a model that is not patched.
 
     Raises:
-        ValueError: the model is a part of a larger one that was patched as a whole.
+        ValueError: the model is a part of a larger one that was patched as a whole, or no model.
     """
+    _check_is_module(model)
     patches = [vars(module).pop(_PATCH) for module in model.modules() if _PATCH in vars(module)]
     if not patches and any(LAYER in vars(module) for module in model.modules()):
         raise ValueError(f"this {type(model).__name__} was patched as a part of a larger model; call unpatch on that model")
@@ -116,11 +120,15 @@ def patch_options(model: nn.Module) -> dict[str, bool]:
     return {} if record is None else dict(record.options)
 
 
-def pretrained_model(model: nn.Module) -> PreTrainedModel:
-    """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
+def _check_is_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
         raise ValueError(f"this takes a model that is loaded, such as LlamaForCausalLM.from_pretrained(...) returns, got {what:.80}")
+
+
+def pretrained_model(model: nn.Module) -> PreTrainedModel:
+    """The outermost Transformers model inside PEFT, DDP, FSDP and torch.compile wrappers."""
+    _check_is_module(model)
     found: list[PreTrainedModel] = []
     inside: set[int] = set()  # of those found, whose modules come before what stands beside them
     for module in model.modules():

@@ -284,6 +284,7 @@ def test_info_with_a_compiler_that_is_not_there(no_library, capsys, monkeypatch)
         ("HF_FLASH2_LOSS", "foo", "HF_FLASH2_LOSS must be eager or unset, got 'foo'"),
         ("HF_FLASH2_ROTARY", "foo", "HF_FLASH2_ROTARY must be eager or unset, got 'foo'"),
         ("HF_FLASH2_STRICT", "maybe", "HF_FLASH2_STRICT must be 0 or 1, got 'maybe'"),
+        ("HF_FLASH2_ARCHS", "70", "HF_FLASH2_ARCHS or --archs must list compute capabilities from 80 on"),
         ("HF_FLASH2_FAMILY", "sm100", "HF_FLASH2_FAMILY must be one of auto, sm80, sm90, got 'sm100'"),
         ("HF_FLASH2_STIRCT", "1", "HF_FLASH2_STIRCT is no variable of hf_flash2: HF_FLASH2_FAMILY, "),
     ],

@@ -136,7 +136,7 @@ def test_truncation_is_asked_for():
         PackingCollator(6)(too_long)
     batch = PackingCollator(6, truncate=True)(too_long)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
-    assert PackingCollator(8)(too_long)["input_ids"].shape == (2, 8)  # the padding of an example does not count
+    assert PackingCollator(8)(example for example in too_long)["input_ids"].shape == (2, 8)  # the padding of an example does not count
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,7 @@ def test_truncation_is_asked_for():
         ([], "without a token, got 0 examples"),
         ({"input_ids": [[1, 2], [3]]}, "takes a list of examples, each a mapping with its input_ids, got one dict"),
         ([[1, 2], [3]], "takes a list of examples, each a mapping with its input_ids, got a list among them"),
+        ([{"input_ids": [1]}, None], "each a mapping with its input_ids, got a NoneType among them"),
         ([{"input_ids": []}], "without a token, got 1 examples"),
         ([{"input_ids": [1]}, {"text": "a"}], r"example 1 of the batch has no input_ids, only \['text'\]"),
         ([{"input_ids": [1, 2], "labels": [1]}], "labels must be as long as input_ids, got 1 and 2 in example 0"),
@@ -375,6 +376,8 @@ def test_sampler_refuses():
         PackingBatchSampler([3, 9], 8)
     with pytest.raises(ValueError, match=r"example 0 of the dataset has 0 tokens, .*; leave empty examples out"):
         PackingBatchSampler([0], 8)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got -1"):
+        PackingBatchSampler([3], -1)
     with pytest.raises(ValueError, match="window must be at least 1 example, got 0"):
         PackingBatchSampler([3], 8, window=0)
 

@@ -150,7 +150,7 @@ def test_the_tensors_are_not_copied(device, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("position_bias", torch.zeros(1, 4, SEQLEN, SEQLEN)), ("head_mask", torch.ones(4)), ("sinks", torch.zeros(4)),
-     ("indices", torch.zeros(1)), ("something_new", True)],
+     ("indices", torch.zeros(1)), ("something_new", True), ("read_index", torch.zeros(1)), ("block_table", torch.zeros(1, 1))],
 )  # fmt: skip
 def test_arguments_that_change_the_result_are_refused(name, argument, device):
     q, k, v = qkv(device)

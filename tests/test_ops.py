@@ -208,7 +208,7 @@ def test_forward_mode_differentiation_is_refused(device):
         q = forward_ad.make_dual(q.detach(), torch.ones_like(q))
         assert not ops.plain(q, k, v)
         for context in (contextlib.nullcontext(), torch.no_grad()):  # which does not end it
-            with context, pytest.raises(NotImplementedError, match="jvp"):
+            with context, pytest.raises(NotImplementedError, match="no forward-mode derivative.*eager"):
                 flash_attn_func(q, k, v)
     assert ops.plain(*(x.detach() for x in (k, k, v)))
 
@@ -232,7 +232,7 @@ def test_transforms_of_functions(device):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     with pytest.raises(NotImplementedError, match="no second derivative.*eager"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q, k[0], v[0]).sum())(q[0])
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="no forward-mode derivative.*eager"):
         torch.func.jvp(lambda q: loss(q, k[0], v[0]), (q[0],), (q[0],))
 
 

@@ -347,10 +347,19 @@ def test_models_that_cannot_be_served_are_refused_and_left_alone(model_type):
 
 def test_a_module_without_a_transformers_model_is_refused():
     for nothing, what in ((None, "NoneType None"), ("gpt2", "str 'gpt2'"), (torch.nn.Linear, "the class Linear")):
-        with pytest.raises(ValueError, match=f"a model that is loaded, such as .*, got {what}"):
-            hf_flash2.patch(nothing)
+        for call in (hf_flash2.patch, hf_flash2.unpatch):
+            with pytest.raises(ValueError, match=f"a model that is loaded, such as .*, got {what}"):
+                call(nothing)
     with pytest.raises(ValueError, match="no Transformers model .* inside this Linear"):
         hf_flash2.patch(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("options", [{"packed": "false"}, {"packed": True, "keep_logits": 1}], ids=str)
+def test_options_are_yes_or_no(options):
+    model = small_models.model("llama")
+    with pytest.raises(ValueError, match="must be True or False, got ('false'|1)"):
+        hf_flash2.patch(model, **options)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_gpu_without_kernels_is_refused_before_anything_changes(monkeypatch):
