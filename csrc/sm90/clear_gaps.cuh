@@ -18,7 +18,6 @@ constexpr int kZeroGroups = 2;
 // PERF: of 32k tokens, 30 % real, zeros took a backward 124 to 158 us when torch filled whole tensors before, now 13 to 55. Pacing brings it 1 to
 // 3 %, with 4 KB at a time; a forward nothing, as there it is the way from a multiprocessor to L2 that they take from its loads.
 // TUNING.md, "Zeros in gaps".
-// asked for a block: 2k -13 -1 1 %, 8k -1 -1 -1).
 template <bool kPaced, typename F>
 __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
   for (int i = threadIdx.x % 32 * 16; i < kZeroBytes; i += 32 * 16) store_shared(zeros + i, make_uint4(0, 0, 0, 0));
