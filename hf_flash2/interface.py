@@ -93,7 +93,7 @@ def hf_flash2_attention(
     """
     if not is_paged(cache):  # from Transformers 5.24 on this may be the one that the layer has updated
         cache = None
-    if cache is not None or {"read_index", "write_index", "cu_seq_lens_k"} <= kwargs.keys():  # continuous batching
+    if cache is not None or all(name in kwargs for name in ("read_index", "write_index", "cu_seq_lens_k")):  # continuous batching
         if sliding_window is None and leaves_window_to_mask(module.config):
             raise ValueError(
                 f"{type(module).__name__} cannot run in continuous batching: {UNSAID_WINDOW}, and there is none; "

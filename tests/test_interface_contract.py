@@ -572,23 +572,31 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
 
 MISTRAL = MistralConfig(sliding_window=5)
 ALL = lambda *indices: torch.tensor(True)  # noqa: E731
-IMAGES = image_overlay(torch.arange(SEQLEN) // 4)
 UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap where an overlay is no function of tensors alone
-    "a window, and images that see themselves": lambda w, both: (masking_utils.or_masks(w(5), IMAGES), False),
-    "a window, and another of two sides": lambda w, both: (masking_utils.or_masks(w(7), both(5)), False),
-    "all before, and a window of two sides": lambda w, both: (masking_utils.or_masks(masking_utils.causal_mask_function, both(5)), False),
-    "a window, and all": lambda w, both: (masking_utils.or_masks(w(5), ALL), True),
-    "a window of two sides, and a prefix": lambda w, both: (masking_utils.or_masks(w(5), both(5), everything_visible_before(3)), True),
-    "a causal pattern alone": lambda w, both: (masking_utils.or_masks(masking_utils.causal_mask_function), False),
-    "half a window": lambda w, both: (masking_utils.sliding_window_overlay(5), False),
-    "half a window beside documents": lambda w, both: (
+    "a window, and images that see themselves": lambda w, both, device: (
+        masking_utils.or_masks(w(5), image_overlay(torch.arange(SEQLEN, device=device) // 4)),
+        False,
+    ),
+    "a window, and another of two sides": lambda w, both, device: (masking_utils.or_masks(w(7), both(5)), False),
+    "all before, and a window of two sides": lambda w, both, device: (
+        masking_utils.or_masks(masking_utils.causal_mask_function, both(5)),
+        False,
+    ),
+    "a window, and all": lambda w, both, device: (masking_utils.or_masks(w(5), ALL), True),
+    "a window of two sides, and a prefix": lambda w, both, device: (
+        masking_utils.or_masks(w(5), both(5), everything_visible_before(3)),
+        True,
+    ),
+    "a causal pattern alone": lambda w, both, device: (masking_utils.or_masks(masking_utils.causal_mask_function), False),
+    "half a window": lambda w, both, device: (masking_utils.sliding_window_overlay(5), False),
+    "half a window beside documents": lambda w, both, device: (
         masking_utils.and_masks(
-            masking_utils.sliding_window_overlay(5), masking_utils.packed_sequence_mask_function(torch.zeros(BATCH, SEQLEN))
+            masking_utils.sliding_window_overlay(5), masking_utils.packed_sequence_mask_function(torch.zeros(BATCH, SEQLEN, device=device))
         ),
         True,
     ),
-    "somebody's own window": lambda w, both: (w(3), False),
-    "a narrower one": lambda w, both: (masking_utils.and_masks(w(5), masking_utils.sliding_window_overlay(3)), False),
+    "somebody's own window": lambda w, both, device: (w(3), False),
+    "a narrower one": lambda w, both, device: (masking_utils.and_masks(w(5), masking_utils.sliding_window_overlay(3)), False),
 }
 
 
@@ -601,7 +609,7 @@ def test_what_only_looks_like_a_pattern_that_layers_know(pattern, notices, devic
         exec(source, scope)
         return scope["_bidirectional_window_overlay"](window)
 
-    mask_function, use_vmap = UNIONS_AND_WINDOWS[pattern](masking_utils.sliding_window_causal_mask_function, both)
+    mask_function, use_vmap = UNIONS_AND_WINDOWS[pattern](masking_utils.sliding_window_causal_mask_function, both, device)
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL)
     mask = masks.hf_flash2_mask(**arguments, **({"use_vmap": True, "allow_is_causal_skip": False} if use_vmap else {}))
     assert mask.dim() == 4
