@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import context_parallel, ops, packing
+from . import context_parallel, ops, packing, tracing
 from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
 from .masks import (
@@ -376,11 +376,17 @@ _positions = WeakTensorKeyDictionary()  # not on the tensor: it is the user's, w
 
 def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> Documents | None:
     """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
-    if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.is_meta:
+    if position_ids is None or position_ids.dim() != 2 or position_ids.is_meta:
+        return None
+    compiling = torch.compiler.is_compiling()
+    if compiling and tracing.counts_up(position_ids):  # first: a comparison of lengths binds what is compiled to one side of it
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
         return None
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:  # they are of the queries alone
+        return None
+    if compiling:
+        notice(f"hf_flash2: {type(module).__name__} takes its row for one document: {MAYBE_DOCUMENTS}")
         return None
     version = context_parallel.version_of(position_ids)
     known: _LookedAt | None = _positions.get(position_ids)

@@ -23,19 +23,16 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 
 # What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
 # copy and save it:
-#   bool  [B, Sk]         True = a real key; the queries are the last columns
-#   int16, int8 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL, -1 for True
-#   uint8 [B, 2 * Sk]     static cache, causal: real keys | columns before the first query
-#   uint8 [B, 2, Sk]      documents, no cache: real keys, first token of each document; likewise with the code
-#   bool  [B, 1, Sq, Sk]  no plain pattern: for SDPA
+#   bool  [B, Sk]            True = a real key; the queries are the last columns
+#   uint16, uint32 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL
+#   uint8 [B, 2 * Sk]        static cache, causal: real keys | columns before the first query
+#   uint8 [B, 2, Sk]         documents, no cache: real keys, first token of each document; likewise uint16 or uint32
+#   bool  [B, 1, Sq, Sk]     no plain pattern: for SDPA
 # An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again; what detaches or
 # copies a mask loses it (reentrant checkpointing). A model may hand its mask to a decoder that asks for one again: then Transformers makes
 # bool of two dimensions, which the first three forms survive.
 ATTRIBUTE = "_hf_flash2"
-_CAUSAL, _BIDIRECTIONAL = (
-    torch.int16,
-    torch.int8,
-)  # codes are dtypes, as those are known while compiling; -1, as users' masks may be int8, too
+_CAUSAL, _BIDIRECTIONAL = torch.uint16, torch.uint32  # dtypes, as those are known while compiling; of those that no mask of users has
 MAYBE_DOCUMENTS = (
     "position_ids may hold several documents and cannot be looked at while compiling; pass attention_mask, or cu_seq_lens_q/k and "
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
@@ -187,7 +184,7 @@ def hf_flash2_mask(
         attached = getattr(attention_mask, ATTRIBUTE, None)
         if pattern.reason is None and isinstance(attached, Sequences) and attached.causal == pattern.causal:
             return attention_mask
-        numbers = attention_mask[:, 1].cumsum(1)
+        numbers = attention_mask[:, 1].bool().cumsum(1)
         mask_function = masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(numbers))
         pattern, attention_mask = pattern._replace(documents=numbers), None
     if pattern.reason is not None:
@@ -204,7 +201,7 @@ def hf_flash2_mask(
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
         real = torch.ones_like(starts)
         mask = torch.stack((real, starts), 1)
-        return attach(mask.to(torch.uint8) if code is None else -mask.to(code), Sequences(real, 0, starts, pattern.causal))
+        return attach(mask.to(torch.uint8 if code is None else code), Sequences(real, 0, starts, pattern.causal))
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
@@ -217,7 +214,7 @@ def hf_flash2_mask(
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
         # Not the tensor itself: it would hold itself, and only the garbage collector would free it.
-        mask = key_mask.detach() if code is None else -key_mask.to(code)
+        mask = key_mask.detach() if code is None else key_mask.to(code)
         return attach(mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
@@ -240,9 +237,7 @@ def holds_documents(mask: torch.Tensor) -> bool:
 
 
 def _coded(mask: torch.Tensor) -> bool | None:
-    """Whether a mask with a code is causal, None where it has none. Synchronises with the host for int8, of which a user may have ones."""
-    if mask.dtype == torch.int8 and not torch.compiler.is_compiling() and not bool((mask < 0).any()):
-        return None
+    """Whether a mask with a code is causal, None where it has none."""
     return {_CAUSAL: True, _BIDIRECTIONAL: False}.get(mask.dtype)
 
 

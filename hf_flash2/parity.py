@@ -39,7 +39,7 @@ CONFIGS = {  # for sequences of `seqlen` tokens
         **_SHAPE, num_key_value_heads=1, sliding_window=SLIDING_WINDOW, initializer_range=INITIALIZER_RANGE
     ),
     "gpt2": lambda seqlen: GPT2Config(
-        vocab_size=VOCABULARY, n_embd=128, n_layer=LAYERS, n_head=4, n_positions=seqlen, initializer_range=INITIALIZER_RANGE,
+        vocab_size=VOCABULARY, n_embd=128, n_layer=LAYERS, n_head=4, n_positions=2 * seqlen, initializer_range=INITIALIZER_RANGE,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
     ),
 }  # fmt: skip

@@ -162,11 +162,10 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
     """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
     if not getattr(model, "_supports_flash_attn", False):
         others = '"sdpa" or "eager"' if getattr(model, "_supports_sdpa", False) else '"eager"'
-        parts = getattr(getattr(model, "config", None), "sub_configs", None)
         return (
             "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
-            f"masks of its own, or where there is none; use {others}"
-            + (f", or hf_flash2.patch(model), which switches those of its parts that can ({', '.join(parts)})" if parts else "")
+            f"masks of its own, or where there is none; use {others}; of a model made of several, load it so and call "
+            "hf_flash2.patch(model), which switches those that can"
         )
     compatible = getattr(model, _COMPATIBLE, None)
     if compatible and NAME not in compatible and not _adds_sinks_alone(type(model)):

@@ -25,6 +25,14 @@ def masks_hold_no_documents() -> bool:
     return _answer()
 
 
+def counts_up(position_ids: torch.Tensor) -> bool:
+    """While compiling: whether these are certainly 0, 1, 2 .. from any number on, as where the model itself has made them."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look_at_positions)
+    return _answer()
+
+
 @torch.compiler.assume_constant_result
 def _answer() -> bool:
     return bool(_answers) and _answers.pop()
@@ -38,7 +46,17 @@ def _look(context: Any) -> None:
         return
     positions, *overlays = (_local(context, name, asks) for name in ("position_ids", *OVERLAYS))
     if positions is not None and all(overlay is None or _is_none(overlay) for overlay in overlays):
-        _answers.append(_is_none(positions) or (positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)))
+        _answers.append(_is_none(positions) or _is_counted_up(positions))
+
+
+def _look_at_positions(context: Any) -> None:
+    _answers.clear()
+    positions = _local(context, "position_ids", 0)
+    _answers.append(positions is not None and _is_counted_up(positions))
+
+
+def _is_counted_up(positions: Any) -> bool:
+    return positions.python_type() is torch.Tensor and _counts_up(positions.as_proxy().node)
 
 
 def _local(context: Any, name: str, level: int) -> Any | None:
@@ -55,13 +73,19 @@ def _is_none(variable: Any) -> bool:
 
 def _counts_up(node: torch.fx.Node) -> bool:
     """Whether a tensor of a graph is 0, 1, 2 .. from any number on, in every row."""
+    if _is_written_to(node):
+        return False
     if node.op == "call_function" and node.target is torch.arange:
-        return len(node.args) < 3 and not {"step", "out"} & node.kwargs.keys() and not _is_written_to(node)
+        return len(node.args) < 3 and not {"step", "out"} & node.kwargs.keys()
     if node.op == "call_function" and node.target is operator.add:
         tensors = [value for value in node.args if _is_tensor(value)]
         return len(tensors) == 1 and _counts_up(tensors[0])
-    is_row = node.op == "call_method" and node.target == "unsqueeze" and (*node.args[1:], *node.kwargs.values()) == (0,)
-    return is_row and _counts_up(node.args[0])
+    if node.op != "call_method":
+        return False
+    sizes = (*node.args[1:], *node.kwargs.values())
+    is_row = node.target == "unsqueeze" and sizes == (0,)
+    is_rows = node.target == "expand" and len(sizes) == 2 and sizes[1] == -1
+    return (is_row or is_rows) and _counts_up(node.args[0])
 
 
 def _is_tensor(value: Any) -> bool:
@@ -69,14 +93,22 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_written_to(node: torch.fx.Node) -> bool:
-    """Whether a tensor of a graph, or what was made of it, is changed in place so far."""
-    reached = [node]
+    """Whether a tensor of a graph, or a view of it, is changed in place so far."""
+    if not _is_tensor(node):
+        return True  # nobody knows
+    reached, memory = [node], _storage_of(node)
     for made in reached:
         for user in made.users:
             name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-            writes = getattr(getattr(user.target, "_schema", None), "is_mutable", False)  # a custom op
-            if user.target in _WRITES or name.endswith("_") or "out" in user.kwargs or writes:
+            in_place = user.target in _WRITES or name.endswith("_")
+            is_mutable = getattr(getattr(user.target, "_schema", None), "is_mutable", False)  # a custom op, of any of its arguments
+            if (in_place and user.args[:1] == (made,)) or user.kwargs.get("out") is made or is_mutable:
                 return True
-            if user not in reached:
+            if user not in reached and (not _is_tensor(user) or _storage_of(user) == memory):  # no tensor: several, of which some are views
                 reached.append(user)
     return False
+
+
+def _storage_of(node: torch.fx.Node) -> int:
+    """Which memory a tensor of a graph has; its views have the same."""
+    return node.meta["example_value"].untyped_storage()._cdata

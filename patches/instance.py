@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..masks import source_of
-from ..notices import NAME
+from ..notices import CALLS, NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
 from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, own_configs, restore_configs, switch, unbind, wrapper_of
@@ -61,10 +61,10 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     target = pretrained_model(model)
     backend = _backend(target)
     existing = vars(target).get(_PATCH)
-    in_use = existing is not None and existing.implementations == _implementations(target)
-    if in_use and existing.options == options:
+    if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
         existing.report.expected_backend = backend
         return existing.report
+    before = _patches_in_use(model)
     unpatch(model)
     previous = _implementations(target)
     configs = own_configs(model)
@@ -78,11 +78,27 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     except BaseException:
         _unbind_layers(target)
         restore_configs(model, configs)
-        if in_use:
-            patch(model, **existing.options)
+        for part, record in before:
+            _patch_again(part, record)
         raise
     setattr(target, _PATCH, _Patch(configs, options, _implementations(target), report))
     return report
+
+
+def _patches_in_use(model: nn.Module) -> list[tuple[PreTrainedModel, _Patch]]:
+    """The models inside that are patched, each with its record, where nobody has switched them since."""
+    records = [(part, vars(part).get(_PATCH)) for part in model.modules()]
+    return [(part, record) for part, record in records if record is not None and record.implementations == _implementations(part)]
+
+
+def _patch_again(part: PreTrainedModel, record: _Patch) -> None:
+    """As it was patched before, with the report that its user holds, which counts on."""
+    patch(part, **record.options)
+    for name, calls in record.report.layers.items():
+        setattr(part.get_submodule(name), CALLS, calls)
+    if record.report.forwards is not None:
+        setattr(base_of(part), CALLS, record.report.forwards)
+    vars(part)[_PATCH].report = record.report
 
 
 def unpatch(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kvcache": {"functional", "ops", "kernels", "reference", "support"},
     "notices": {"ops"},
     "masks": {"packing", "tracing"},
-    "interface": {"context_parallel", "masks", "notices", "packing", "functional", "kvcache", "support", "ops"},
+    "interface": {"context_parallel", "masks", "notices", "packing", "functional", "kvcache", "support", "ops", "tracing"},
     "registration": {"interface", "masks", "notices", "functional", "kvcache"},
     "bench": {"bench_attention", "bench_train"},
     "bench_attention": {"bench_points", "bench_providers", "bench_shared", "ops", "kernels", "native"},

@@ -9,7 +9,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from test_interface import documents, logits
-from tiny_models import BATCH, DTYPES, VERSION
+from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
 from transformers import StaticCache, masking_utils
 
 import hf_flash2.notices
@@ -124,6 +124,18 @@ def test_restarting_positions_do_not_leak_without_the_kwargs(device, notices):
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     assert_compiled_matches_eager("llama", device, **inputs)
     assert len(notices()) == 1 and "several documents" in notices()[0]
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its GPT-OSS has no flash attention")
+def test_restarting_positions_that_the_mask_does_not_look_at_are_told_of(device, notices):
+    """Nobody keeps documents apart then. Positions that the model counts up itself are no matter."""
+    ours = tiny.model("gpt_oss", device=device, dtype=DTYPE)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    ids = tiny.tokens(device, 1)
+    logits(compiled, input_ids=ids, use_cache=False)
+    assert notices() == []
+    logits(compiled, input_ids=ids, position_ids=torch.arange(SEQLEN, device=device)[None] % 5, use_cache=False)
+    assert len(notices()) == 1 and "takes its row for one document: position_ids may hold several documents" in notices()[0]
 
 
 def test_documents_with_the_kwargs_use_the_kernel(device, notices):

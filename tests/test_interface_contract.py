@@ -1,6 +1,5 @@
 """The attention and the mask function by themselves: arguments honoured or refused, masks of every origin, dtypes, notices."""
 
-import copy
 import gc
 import importlib
 import sys
@@ -344,7 +343,7 @@ class WithoutAttribute:
     """What is left of a mask after a hook has moved it to another device and back."""
 
     def __new__(cls, mask):
-        return copy.copy(mask).clone()
+        return mask.clone()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["attribute kept", "attribute lost"])
@@ -444,14 +443,17 @@ def test_a_mask_is_freed_at_once(config, device):
         gc.enable()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_mask_in_small_integers_that_the_model_hands_on_has_no_code(causal, device):
+def test_a_mask_in_small_integers_that_the_model_hands_on_has_no_code(causal, dtype, compiled, device):
     q, k, v = qkv(device)
+    call = torch.compile(attention, backend="eager") if compiled else attention
     given = tiny.attention_mask("right", device)
     visible = (causal_band(device=device) if causal else torch.ones(SEQLEN, SEQLEN, dtype=torch.bool, device=device)) & given.bool()[
         :, None, None
     ]
-    assert_close(attention(Layer(causal), q, k, v, given.to(torch.int8)), expected(q, k, v, visible), given.bool())
+    assert_close(call(Layer(causal), q, k, v, given.to(dtype)), expected(q, k, v, visible), given.bool())
 
 
 def test_the_mask_the_user_gave_is_neither_changed_nor_marked(device):

@@ -205,18 +205,9 @@ def test_layers_that_never_call_the_interface(source, served, monkeypatch, tmp_p
     assert reason is None if served else "never call the attention interface" in reason
 
 
-def test_parts_of_a_model_that_can_are_named():
-    """Bloom has none; of Gemma 3 with images, whose masks are of its own, patch() switches those that can."""
-    with pytest.raises(ValueError, match='use "eager"$|use "sdpa" or "eager"$'):
+def test_a_refusal_names_the_way_for_models_made_of_several():
+    with pytest.raises(ValueError, match='use .*"eager"; of a model made of several, load it so and call hf_flash2.patch'):
         tiny.model("bloom")
-    config = transformers.Gemma3Config(
-        text_config=tiny.config("gemma3").to_dict(), vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    )
-    mine = type("Mine", (transformers.Gemma3ForConditionalGeneration,), {"_supports_flash_attn": False})
-    model = mine.__new__(mine)
-    torch.nn.Module.__init__(model)
-    model.config = config
-    assert "hf_flash2.patch(model), which switches those of its parts that can" in registration.reason_model_unsupported(model)
 
 
 def test_models_that_list_what_they_are_compatible_with():

@@ -38,6 +38,7 @@ def answer(ask, *inputs, dynamic=None):
         lambda x: torch.arange(x.shape[1]).unsqueeze(dim=0),
         lambda x: (torch.arange(x.shape[1], device=x.device) + 3).unsqueeze(0),
         lambda x: torch.arange(3, 3 + x.shape[1]).unsqueeze(0),
+        lambda x: torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1),
         lambda x: None,
     ],
 )
@@ -87,6 +88,18 @@ def restart_with_out(x):
     return positions
 
 
+def restart_behind_an_addition(x):
+    positions = torch.arange(x.shape[1]) + 2
+    positions[3:] -= 5
+    return positions.unsqueeze(0)
+
+
+def restart_one_of_two_halves(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    positions.chunk(2, 1)[1].sub_(3)
+    return positions
+
+
 def restart_by_shifts(x):
     positions = torch.arange(x.shape[1]).unsqueeze(0)
     half = positions[:, 2:]
@@ -112,7 +125,10 @@ def restart_by_a_custom_op(x):
     return positions.unsqueeze(0)
 
 
-WRITES = [restart_in_place, restart_through_a_view, restart_with_out, restart_by_shifts, restart_in_a_buffer, restart_by_a_custom_op]
+WRITES = [
+    restart_behind_an_addition, restart_in_place, restart_through_a_view, restart_one_of_two_halves, restart_with_out, restart_by_shifts,
+    restart_in_a_buffer, restart_by_a_custom_op,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("positions", WRITES)
@@ -129,6 +145,7 @@ def test_positions_that_were_written_to(positions):
         lambda x: torch.flip(torch.arange(x.shape[1]), (0,)).unsqueeze(0),
         lambda x: torch.arange(6).cumsum(0).unsqueeze(0),
         lambda x: torch.arange(6).clamp(0).unsqueeze(0).flip(0),
+        lambda x: torch.arange(1).unsqueeze(0).expand(-1, 6),
     ],
 )
 def test_positions_that_are_computed_with(positions):
@@ -161,6 +178,28 @@ def test_an_answer_is_that_of_its_own_question(monkeypatch):
     assert answer(lambda x: mask_function()) is False
     plain, given = lambda x: ask_for_mask(None), lambda x: ask_for_mask(x)
     assert answer(lambda x: (plain(x), given(x), plain(x))) == (True, False, True)
+
+
+def test_what_is_made_of_positions_may_be_written_to():
+    """As models do with what they compute from them, when later layers ask."""
+
+    def model(x):
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        hidden = x + positions.float()
+        hidden.add_(positions)
+        hidden[0, positions] = 3.0
+        return tracing.counts_up(positions)
+
+    assert answer(model) is True
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_positions_that_a_layer_is_handed(made):
+    def layer(**kwargs):
+        return tracing.counts_up(kwargs["position_ids"])
+
+    assert answer(lambda x, given: layer(position_ids=torch.arange(6)[None] if made else given), torch.arange(6)[None]) is False
+    assert answer(lambda x, given: layer(position_ids=torch.arange(6).unsqueeze(0) if made else given), torch.arange(6)[None]) is made
 
 
 def test_nothing_is_known_elsewhere():

@@ -236,17 +236,29 @@ def test_patched_leaves_a_patched_model_patched():
 
 
 @pytest.mark.parametrize("way", [hf_flash2.patch, hf_flash2.patched])
-def test_a_patched_model_that_cannot_run_packed_stays_patched(way):
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModel.from_config(AutoConfig.for_model("bert", **sizes), attn_implementation="eager")
-    assert hf_flash2.patch(model).forwards is None
+def test_a_patched_model_that_cannot_run_packed_stays_patched(way, monkeypatch):
+    monkeypatch.setattr(patches.instance, "reason_not_packable", lambda *_: "a reason")
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model)
     with pytest.raises(ValueError, match="cannot run packed"), contextlib.ExitStack() as stack:
         made = way(model, packed=True)
         stack.enter_context(made)
     assert model.config._attn_implementation == "hf_flash2"
-    assert hf_flash2.patch(model).forwards is None
+    logits(model)
+    assert hf_flash2.patch(model) is report and set(report.calls.values()) == {1}
     hf_flash2.unpatch(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_part_stays_patched_where_the_whole_cannot_run_packed(monkeypatch):
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model.model, packed=True)
+    monkeypatch.setattr(patches.instance, "reason_not_packable", lambda whole, _: "a reason" if whole is model else None)
+    with pytest.raises(ValueError, match="cannot run packed"):
+        hf_flash2.patch(model, packed=True)
+    logits(model)
+    assert set(report.calls.values()) == {1}
+    assert hf_flash2.patch(model.model, packed=True) is report
 
 
 def test_a_part_that_was_patched_before_the_whole():
