@@ -49,7 +49,9 @@ class BuildPython(build_py):
         if pure_python_reason:
             say(f"hf_flash2: installing without CUDA kernels (pure Python): {pure_python_reason}")
         # NOTE: setuptools copies over what an install from this folder left here before, and would ship what is no source any more.
-        shutil.rmtree(Path(self.build_lib) / "hf_flash2", ignore_errors=True)
+        left_here = (Path(self.build_lib) / "hf_flash2").resolve()
+        if left_here != Path(__file__).resolve().with_name("hf_flash2"):  # build_py --build-lib .
+            shutil.rmtree(left_here, ignore_errors=True)
         super().run()
 
 

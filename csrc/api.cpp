@@ -342,11 +342,11 @@ int run_operation(const Params& params, void (*check)(const Params&), void (*run
 
 // A device attribute, asked of the runtime once per device.
 int device_attribute(cudaDeviceAttr attribute, int device, std::atomic<int> (&known)[64], const char* name) {
-  std::atomic<int>& entry = known[device % 64];
-  int value = entry.load(std::memory_order_relaxed);
-  if (value == 0) {
+  std::atomic<int>& entry = known[device % 64];  // plus one; 0 before it is known
+  int value = entry.load(std::memory_order_relaxed) - 1;
+  if (value < 0) {
     check_cuda(cudaDeviceGetAttribute(&value, attribute, device), name);
-    entry.store(value, std::memory_order_relaxed);
+    entry.store(value + 1, std::memory_order_relaxed);
   }
   return value;
 }
@@ -435,8 +435,8 @@ int hf_flash2_check_device(int device) {
     if (driver / 1000 < runtime / 1000)
       throw LaunchError(kErrorUnsupported, "the NVIDIA driver supports CUDA " + version_name(driver) +
                                                ", but libhf_flash2.so was built with CUDA " + version_name(runtime) +
-                                               ": update the driver, or set CUDA_HOME to a toolkit of version " + version_name(driver) +
-                                               " or older and run `hf-flash2 build`");
+                                               ": update the driver, or set CUDA_HOME to a toolkit of CUDA " +
+                                               std::to_string(driver / 1000) + " (from 12.5 on) and run `hf-flash2 build`");
     int count = 0;
     check_cuda(cudaGetDeviceCount(&count), "looking for GPUs");
     if (device < 0 || device >= count)
