@@ -55,7 +55,8 @@ def wrap(model: PreTrainedModel, strategy: str, device: torch.device) -> torch.n
 def make_batch(args: argparse.Namespace, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Random tokens padded on the right: a few long examples, many short ones, other lengths in every process."""
     generator = torch.Generator().manual_seed(rank)
-    lengths = torch.empty(args.batch_size).log_normal_(-1.3, 0.7, generator=generator).clamp(0.02, 1.0).mul(args.max_length).int()
+    shares = torch.empty(args.batch_size).log_normal_(-1.3, 0.7, generator=generator).clamp(0.02, 1.0)
+    lengths = shares.mul(args.max_length).int().clamp(min=2)
     ids = torch.randint(vocab_size(args.size), (args.batch_size, args.max_length), generator=generator)
     real = torch.arange(args.max_length) < lengths.unsqueeze(1)
     batch = {"input_ids": ids.where(real, 0), "attention_mask": real.long(), "labels": ids.where(real, -100)}

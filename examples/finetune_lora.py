@@ -148,7 +148,7 @@ def demo_settings(on_cpu: bool) -> dict[str, object]:
 def prepare_job(args: argparse.Namespace, accelerator: Accelerator) -> Job:
     corpus = load_corpus()
     with accelerator.main_process_first():
-        tokenizer = load_tokenizer(corpus, vocab_size(args.size))
+        tokenizer = load_tokenizer(corpus, vocab_size(args.size), args.output_dir)
     train, evaluation = (tokenize(pairs, tokenizer, args.max_length) for pairs in (corpus.train, corpus.evaluation))
     return Job(args, accelerator, corpus, tokenizer, train, evaluation)
 
@@ -279,7 +279,8 @@ def round_trip(job: Job, model: peft.PeftModel, base: Path, implementation: str)
 def complete(job: Job, model: peft.PeftModel) -> str:
     """What the model writes after the signature and docstring of a short function it has not seen."""
     prompt = next(pair.prompt for pair in job.corpus.evaluation if pair.prompt.startswith("def ") and pair.prompt.count("\n") == 2)
-    inputs = job.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(job.device)
+    cut = {"truncation": True, "max_length": job.args.max_length}
+    inputs = job.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, **cut).to(job.device)
     # Greedy, with what keeps a very young model from stopping at once or repeating itself.
     options = {"min_new_tokens": min(16, job.args.new_tokens), "do_sample": False, "repetition_penalty": 1.3}
     tokens = model.generate(**inputs, max_new_tokens=job.args.new_tokens, **options)
@@ -298,6 +299,8 @@ def train(job: Job, model: nn.Module, examples: list[Example], steps: int, learn
     Returns the loss of each step and the real tokens per second, both over all processes.
     """
     accelerator = job.accelerator
+    if len(examples) < job.args.batch_size * accelerator.num_processes:
+        raise SystemExit(f"there are {len(examples)} examples of this length, fewer than a batch of each process; lower --batch-size")
     shuffle = torch.Generator().manual_seed(job.args.seed)
     loader = DataLoader(examples, job.args.batch_size, shuffle=True, drop_last=True, generator=shuffle, collate_fn=collate)
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -63,9 +63,9 @@ class Point:
             return "decode" if self.queries == 1 else "decode, mask"
         if self.dropout > 0:
             return "dropout"
-        if max(self.head_dims) > FLASH_HEAD_DIM:
-            return "wide"
-        return "dense" if self.window is None else "window"
+        if self.window is not None:
+            return "window"
+        return "wide" if max(self.head_dims) > FLASH_HEAD_DIM else "dense"
 
     @property
     def tflop(self) -> float:

@@ -189,6 +189,9 @@ def run(args: argparse.Namespace) -> int:
         plot(args.plot, rows, environment)
     for path in filter(None, (args.csv, args.plot, *((args.profile, args.profile.with_suffix(".png")) if profiles else ()))):
         print(f"wrote {path}")
+    if not any(row.outcome == OK for row in rows):
+        print("no arm ran: there is nothing to compare")
+        return 1
     disagreements = list(filter(None, map(disagreement, rows)))
     print("\n".join(disagreements) or "every loss and gradient agrees with that of the first arm that ran")
     return 1 if disagreements else 0

@@ -160,7 +160,7 @@ def _attention(
     PERF: on the host of an H200, checking and packing take longer than a short kernel, so what has passed is not checked again: a call is
     looked up by everything that the checks look at. (But for the values of cu_seqlens, which nobody looks at on a GPU.)
     """
-    if deterministic not in (True, False, None):
+    if not _is_truth(deterministic) and deterministic is not None:
         raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0
@@ -229,7 +229,8 @@ def check_are_tensors(**arguments) -> None:
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; use {name}.to_dense()")
+            remedy = "flash_attn_varlen_func on its values()" if x.layout is torch.jagged else f"{name}.to_dense()"
+            raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; use {remedy}")
 
 
 def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
@@ -254,7 +255,7 @@ def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softca
         scale = _real(softmax_scale)
         if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
             raise ValueError(f"softmax_scale must be a number, finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
-    if (isinstance(causal, torch.Tensor) and causal.numel() != 1) or causal not in (True, False):
+    if not _is_truth(causal):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     window = [_integer(x) for x in window_size] if isinstance(window_size, (tuple, list)) else []
     if len(window) != 2 or not all(isinstance(x, _INTEGERS) and x >= -1 for x in window):
@@ -385,6 +386,10 @@ def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
 def has_known_values(x: torch.Tensor) -> bool:
     """Where it costs no synchronisation to look at them."""
     return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling() and not ops.is_transformed()
+
+
+def _is_truth(x: object) -> bool:
+    return (not isinstance(x, torch.Tensor) or x.numel() == 1) and x in (True, False)
 
 
 def _integer(x: object) -> object:

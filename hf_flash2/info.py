@@ -242,7 +242,9 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
     "HF_FLASH2_STRICT": _strict,
     "HF_FLASH2_ARCHS": lambda: build.parse_archs(os.environ["HF_FLASH2_ARCHS"] or build.DEFAULT_ARCHS),
     **dict.fromkeys(("HF_FLASH2_HEAD_DIMS", "HF_FLASH2_LIBRARY", "HF_FLASH2_NVCC", "HF_FLASH2_SKIP_CUDA"), lambda: None),
+    "HF_FLASH2_SHARED_MEMORY_LIMIT": lambda: None,  # of the library, for tests
     **dict.fromkeys(("HF_FLASH2_COMMIT", "HF_FLASH2_EMULATE", "HF_FLASH2_GPU_RECORD"), lambda: None),  # of the tests
+    **dict.fromkeys(("HF_FLASH2_RANDOM_CALLS", "HF_FLASH2_RANDOM_SEED"), lambda: None),
 }
 
 

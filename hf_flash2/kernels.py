@@ -236,7 +236,7 @@ def rotary(
     batch, seqlen, heads_q, head_dim = q.shape
     params = _ROTARY.pack(
         _ROTARY.size, _current_stream(device), *_operand(q), *_operand(k), *_operand(q_out), *_operand(k_out),
-        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1),
+        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2], cos.shape[2],  # contiguous
         device, _DTYPES[q.dtype], batch, seqlen, heads_q, k.shape[2], head_dim, cos.shape[2], interleaved, inverse,
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_rotary(params))

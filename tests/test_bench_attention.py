@@ -92,6 +92,7 @@ def test_windows_stand_beside_full_causal():
     assert (narrow.window, wide.window) == (128, 1024) and {p.seqlen for p in (causal, narrow, wide)} == {16384}
     assert narrow.baseline == wide.baseline == causal and causal.only_ours
     assert causal.heads == 16 and causal.batch == 1 and causal.kind == "dense" and narrow.kind == "window"
+    assert {point.kind for point in points_of("window", "--head-dim", "512") if point.window is not None} == {"window"}
 
 
 def test_small_grids_leave_multiprocessors_without_a_block():

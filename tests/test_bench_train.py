@@ -151,8 +151,9 @@ def test_running_out_of_memory_everywhere(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench.Training, "step", lambda self: out_of_memory(self, None))
     monkeypatch.setattr(bench, "reason_no_figure", lambda: None)  # none is drawn
-    assert train("--csv", str(tmp_path / "t.csv"), "--profile", str(tmp_path / "p.json")) == 0
+    assert train("--csv", str(tmp_path / "t.csv"), "--profile", str(tmp_path / "p.json")) == 1
     assert {line["outcome"] for line in read(tmp_path / "t.csv")} == {"out of memory"}
+    assert "no arm ran" in capsys.readouterr().out
     assert not (tmp_path / "p.json").exists()
 
 

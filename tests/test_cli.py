@@ -297,6 +297,13 @@ def test_info_finds_slips_in_variables(name, value, said, capsys, monkeypatch):
     assert said in capsys.readouterr().out
 
 
+def test_info_knows_every_variable_there_is():
+    """What the sources read, tests and library included."""
+    texts = [path.read_text() for pattern in ("hf_flash2/*.py", "tests/*.py", "csrc/*.cpp") for path in ROOT.glob(pattern)]
+    read = {name for text in texts for name in re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()"(HF_FLASH2_\w+)""", text)}
+    assert {"HF_FLASH2_SHARED_MEMORY_LIMIT", "HF_FLASH2_RANDOM_SEED", "HF_FLASH2_ARCHS"} <= read <= set(info._VARIABLES)
+
+
 def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_is_measured(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for arguments in (["train", "--plot", "t.png"], ["train", "--profile", "t.json"], ["attention", "--plot", "t.png"]):

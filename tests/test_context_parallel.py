@@ -361,6 +361,20 @@ def test_documents_are_cut_as_each_caller_shares_them():
     assert not any(piece.cu_seqlens_q.is_inference() for piece in itertools.chain(*pieces))
 
 
+def test_documents_of_one_length_for_each_process(monkeypatch):
+    """Rows look as if they had not been cut then; where work is balanced, uncut ones would look otherwise."""
+    whole = torch.arange(8).repeat(1, 2)
+    monkeypatch.setattr(context_parallel, "_gather", lambda shards, positions: (whole,))
+    found = context_parallel.documents_of_positions(Shards(None, 0, 2, True), torch.arange(8)[None])
+    assert found.starts == [[0, 8]]
+    with pytest.raises(ValueError, match="as if they had not been cut"):
+        context_parallel.documents_of_positions(Shards(None, 0, 2, False), torch.arange(8)[None])
+    uncut = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]])  # of both processes, put together as balanced parts
+    monkeypatch.setattr(context_parallel, "_gather", lambda shards, positions: (uncut,))
+    with pytest.raises(ValueError, match="have to be 0, 1, 2"):
+        context_parallel.documents_of_positions(Shards(None, 0, 2, True), torch.arange(8)[None])
+
+
 def test_chunks_of_processes():
     four = [Shards(None, rank, 4, True) for rank in range(4)]
     assert [shards.chunks for shards in four] == [(0, 7), (1, 6), (2, 5), (3, 4)]

@@ -247,6 +247,12 @@ WRONG = {
     "causal in words": (dense(causal="no"), "causal", "True or False", "'no'"),
     "causal for each": (dense(causal=torch.tensor([True, False])), "causal", "True or False", "tensor("),
     "deterministic in words": (dense(deterministic="no"), "deterministic", "True or False", "'no'"),
+    "deterministic for each": (dense(deterministic=torch.tensor([True, False])), "deterministic", "True or False", "tensor("),
+    "jagged": (
+        dense(**dict.fromkeys("qkv", lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged))),
+        "q must be a dense tensor",
+        "flash_attn_varlen_func",
+    ),
     "sparse": (dense(q=lambda x: x.to_sparse()), "q must be a dense tensor", "torch.sparse_coo", "to_dense()"),
     "no q": (dense(q=lambda x: None), "q must be a torch.Tensor", "NoneType"),
     "array": (dense(v=lambda x: x.float().cpu().numpy()), "v must be a torch.Tensor", "ndarray"),
