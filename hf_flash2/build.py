@@ -253,7 +253,7 @@ def choose_jobs() -> tuple[int, str]:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut down to the CPU quota of its control group."""
+    """Cores this process may use: its affinity, cut down to the CPU quotas of its control groups."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders("cpu"):
         quota = _text(folder / "cpu.max") or f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}"
