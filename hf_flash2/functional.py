@@ -160,7 +160,7 @@ def _attention(
     PERF: on the host of an H200, checking and packing take longer than a short kernel, so what has passed is not checked again: a call is
     looked up by everything that the checks look at. (But for the values of cu_seqlens, which nobody looks at on a GPU.)
     """
-    if not _is_truth(deterministic) and deterministic is not None:
+    if not isinstance(deterministic, bool) and deterministic is not None and not _is_truth(deterministic):
         raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0

@@ -375,7 +375,8 @@ _positions = WeakTensorKeyDictionary()  # not on the tensor: it is the user's, w
 
 
 def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> Documents | None:
-    """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per forward."""
+    """Documents of one row that its model's masks do not separate but its position_ids do. Synchronises with the host, once per
+    forward. While compiling nobody can look: one document, with one warning where it may be several."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.is_meta:
         return None
     compiling = torch.compiler.is_compiling()

@@ -85,12 +85,12 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         check_sinks(s_aux, q)
         _check_takes_no_gradient("s_aux", s_aux)
-    lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
-    capacity = kernels.capacity_of(k_cache, block_table)
+    capacity, new_tokens = kernels.capacity_of(k_cache, block_table), 0 if k is None else k.shape[1]
     if isinstance(cache_seqlens, numbers.Integral):
-        _check_fits(0, int(cache_seqlens), k, capacity)
+        _check_fits(0, cache_seqlens, new_tokens, capacity)
+    lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
     if lengths is not None and has_known_values(lengths):
-        _check_places(lengths.tolist(), k, capacity, block_table, k_cache)
+        _check_places(lengths.tolist(), new_tokens, capacity, block_table, k_cache)
     if k is not None and k.shape[1] > 0:
         ranges = _OPS[0](k, v, k_cache, v_cache, lengths, block_table)
     elif lengths is not None:
@@ -162,8 +162,7 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
             raise ValueError("cache_seqlens must be given with k and v or a block_table: int32 [B], the tokens in the cache so far")
         return None
     if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):  # of numpy, too
-        least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-        return torch.full((batch,), min(max(cache_seqlens, least), most), dtype=torch.int32, device=device)
+        return torch.full((batch,), max(cache_seqlens, -1), dtype=torch.int32, device=device)
     is_tensor = isinstance(cache_seqlens, torch.Tensor)
     if not is_tensor or cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,) or cache_seqlens.device != device:
         got = f"{cache_seqlens.dtype} {list(cache_seqlens.shape)} on {cache_seqlens.device}" if is_tensor else repr(cache_seqlens)
@@ -171,8 +170,7 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
     return cache_seqlens.contiguous()
 
 
-def _check_fits(sequence: int, length: int, k: torch.Tensor | None, capacity: int) -> None:
-    new = 0 if k is None else k.shape[1]
+def _check_fits(sequence: int, length: int, new: int, capacity: int) -> None:
     if length >= 0 and length + new > capacity:
         raise ValueError(
             f"cache_seqlens and new tokens must be at most the {capacity} tokens that the cache holds of a sequence, got {length} and "
@@ -180,13 +178,11 @@ def _check_fits(sequence: int, length: int, k: torch.Tensor | None, capacity: in
         )
 
 
-def _check_places(
-    lengths: list[int], k: torch.Tensor | None, capacity: int, block_table: torch.Tensor | None, k_cache: torch.Tensor
-) -> None:
+def _check_places(lengths: list[int], new: int, capacity: int, block_table: torch.Tensor | None, k_cache: torch.Tensor) -> None:
     """That there are places for the tokens of every sequence, and that those are pages of this cache."""
-    new, (pages, page_size) = 0 if k is None else k.shape[1], k_cache.shape[:2]
+    pages, page_size = k_cache.shape[:2]
     for sequence, length in enumerate(lengths):
-        _check_fits(sequence, length, k, capacity)
+        _check_fits(sequence, length, new, capacity)
         if block_table is None or length < 0:
             continue
         for page in block_table[sequence, : -(-(length + new) // page_size)].tolist():

@@ -428,12 +428,8 @@ def _is_window_of_both_sides(overlay: Callable, window: int) -> bool:
         return False
     if _made_by(overlay) != ("_bidirectional_window_overlay", {"sliding_window": window}):
         return False
-    return [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    seen = [bool(overlay(0, 0, q, k)) for q, k in ((window - 1, 0), (0, window - 1), (window, 0), (0, window))]
+    return seen == [True, True, False, False]
 
 
 @torch.compiler.assume_constant_result

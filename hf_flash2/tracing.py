@@ -10,7 +10,7 @@ import torch
 OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
 _WRITES = {getattr(operator, name) for name in ("setitem", *_IN_PLACE)}
-_answers: list[bool] = []  # from _look, which cannot return anything to traced code
+_answers: list[bool] = []  # from what Dynamo runs, which cannot return anything to traced code
 
 
 def masks_hold_no_documents() -> bool:

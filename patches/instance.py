@@ -78,8 +78,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     except BaseException:
         _unbind_layers(target)
         restore_configs(model, configs)
-        for part, record in before:
-            _patch_again(part, record)
+        _patch_again(before)
         raise
     setattr(target, _PATCH, _Patch(configs, options, _implementations(target), report))
     return report
@@ -91,14 +90,15 @@ def _patches_in_use(model: nn.Module) -> list[tuple[PreTrainedModel, _Patch]]:
     return [(part, record) for part, record in records if record is not None and record.implementations == _implementations(part)]
 
 
-def _patch_again(part: PreTrainedModel, record: _Patch) -> None:
-    """As it was patched before, with the report that its user holds, which counts on."""
-    patch(part, **record.options)
-    for name, calls in record.report.layers.items():
-        setattr(part.get_submodule(name), CALLS, calls)
-    if record.report.forwards is not None:
-        setattr(base_of(part), CALLS, record.report.forwards)
-    vars(part)[_PATCH].report = record.report
+def _patch_again(before: list[tuple[PreTrainedModel, _Patch]]) -> None:
+    """As they were patched before, with the reports that their user holds, which count on."""
+    for part, record in before:
+        patch(part, **record.options)
+        for name, calls in record.report.layers.items():
+            setattr(part.get_submodule(name), CALLS, calls)
+        if record.report.forwards is not None:
+            setattr(base_of(part), CALLS, record.report.forwards)
+        vars(part)[_PATCH].report = record.report
 
 
 def unpatch(model: nn.Module) -> None:
@@ -119,15 +119,14 @@ def unpatch(model: nn.Module) -> None:
 @contextmanager
 def patched(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) -> Iterator[PatchReport]:
     """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before."""
-    before = vars(pretrained_model(model)).get(_PATCH)
+    _check_is_module(model)
+    before = _patches_in_use(model)
     report = patch(model, packed=packed, keep_logits=keep_logits)
     try:
         yield report
     finally:
-        if before is None:
-            unpatch(model)
-        else:
-            patch(model, **before.options)
+        unpatch(model)
+        _patch_again(before)
 
 
 def patch_options(model: nn.Module) -> dict[str, bool]:

@@ -572,6 +572,13 @@ def test_other_patterns_go_to_sdpa_and_stay_exact(pattern, padding, notices, dev
     assert len(notices()) == 1 and "no plain causal" in notices()[0]
 
 
+def overlay_of(visible: str, module: str, name: str):
+    """What makes an overlay of a window, as a module of this name may define it."""
+    scope = {"__name__": module}
+    exec(f"def {name}(sliding_window):\n    def inner(b, h, q, k):\n        return {visible}\n    return inner", scope)
+    return scope[name]
+
+
 MISTRAL = MistralConfig(sliding_window=5)
 ALL = lambda *indices: torch.tensor(True)  # noqa: E731
 UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap where an overlay is no function of tensors alone
@@ -605,12 +612,7 @@ UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap w
 @NEEDS_5
 @pytest.mark.parametrize("pattern", UNIONS_AND_WINDOWS)
 def test_what_only_looks_like_a_pattern_that_layers_know(pattern, notices, device):
-    def both(window):
-        scope = {"__name__": "transformers.models.mine.modeling_mine"}
-        source = "def _bidirectional_window_overlay(sliding_window):\n    return lambda b, h, q, k: abs(q - k) < sliding_window"
-        exec(source, scope)
-        return scope["_bidirectional_window_overlay"](window)
-
+    both = overlay_of("abs(q - k) < sliding_window", "transformers.models.mine.modeling_mine", "_bidirectional_window_overlay")
     mask_function, use_vmap = UNIONS_AND_WINDOWS[pattern](masking_utils.sliding_window_causal_mask_function, both, device)
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL)
     mask = masks.hf_flash2_mask(**arguments, **({"use_vmap": True, "allow_is_causal_skip": False} if use_vmap else {}))
@@ -628,9 +630,8 @@ def test_what_only_looks_like_a_pattern_that_layers_know(pattern, notices, devic
     ],
 )
 def test_a_window_of_two_sides_is_that_of_gemma_alone(visible, module, name, device):
-    scope = {"__name__": module}
-    exec(f"def {name}(sliding_window):\n    def inner(b, h, q, k):\n        return {visible}\n    return inner", scope)
-    mask_function = masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5), scope[name](5))
+    overlay = overlay_of(visible, module, name)(5)
+    mask_function = masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5), overlay)
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL, use_vmap=True)
     mask = masks.hf_flash2_mask(**arguments, allow_is_causal_skip=False)
     plain = visible == "abs(q - k) < sliding_window"

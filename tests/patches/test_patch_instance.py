@@ -233,6 +233,11 @@ def test_patched_leaves_a_patched_model_patched():
     with hf_flash2.patched(model) as inner:
         assert inner is report
     assert model.config._attn_implementation == "hf_flash2"
+    with hf_flash2.patched(model, packed=True) as inner:
+        assert inner is not report
+    assert hf_flash2.patch(model) is report
+    logits(model)
+    assert set(report.calls.values()) == {1}
 
 
 @pytest.mark.parametrize("way", [hf_flash2.patch, hf_flash2.patched])
