@@ -447,7 +447,14 @@ int hf_flash2_check_device(int device) {
       throw LaunchError(kErrorUnsupported, "GPU " + std::to_string(device) + " has compute capability " + capability +
                                                "; the kernels need 8.0 (Ampere) or newer: use attn_implementation='sdpa' on this GPU");
     const DeviceGuard guard(device);
-    if (!has_code_for_current_device())
+    const Code code = code_for_current_device();
+    if (code == Code::kNewerPtx)
+      throw LaunchError(kErrorUnsupported, "libhf_flash2.so was built with CUDA " + version_name(runtime) +
+                                               " and has PTX alone for compute capability " + capability +
+                                               "; the NVIDIA driver compiles PTX up to CUDA " + version_name(driver) +
+                                               ": update the driver, or run `HF_FLASH2_ARCHS=" + std::to_string(version) +
+                                               " hf-flash2 build`, which makes machine code");
+    if (code == Code::kNone)
       throw LaunchError(kErrorUnsupported, "libhf_flash2.so was built for " HF_FLASH2_ARCHS " and has no code for compute capability " +
                                                capability + "; run `hf-flash2 build` without HF_FLASH2_ARCHS");
     return 1;

@@ -24,8 +24,10 @@ int multiprocessors(int device);
 // 10 * major + minor, e.g. 90 for Hopper.
 int compute_capability(int device);
 
-// Whether this library holds machine code, or PTX the driver can compile, for the current device.
-bool has_code_for_current_device();
+// What this library holds for the current device: machine code or PTX that runs there, PTX alone and of a newer CUDA than the driver compiles,
+// or nothing. Throws where the device does not answer.
+enum class Code { kRuns, kNewerPtx, kNone };
+Code code_for_current_device();
 
 // When a kernel begins: after the one before it in the stream has ended, or while that still runs (grid_dependency.cuh). From sm_90 on.
 enum class Start { kInOrder, kEarly };

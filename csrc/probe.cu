@@ -1,5 +1,5 @@
 // The smallest kernel of the library, compiled for the same architectures as the others: asking for its attributes tells whether this
-// device can run them.
+// device can run them, and if not, why.
 #include "launch.h"
 
 namespace hf_flash2 {
@@ -8,11 +8,14 @@ namespace {
 __global__ void probe_kernel() {}
 }  // namespace
 
-bool has_code_for_current_device() {
+Code code_for_current_device() {
   cudaFuncAttributes attributes;
-  const bool found = cudaFuncGetAttributes(&attributes, probe_kernel) == cudaSuccess;
-  if (!found) cudaGetLastError();  // clear it: the next launch must not report this one
-  return found;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe_kernel);
+  if (error == cudaSuccess) return Code::kRuns;
+  cudaGetLastError();  // clear it: the next launch must not report this one
+  if (error == cudaErrorUnsupportedPtxVersion) return Code::kNewerPtx;
+  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) check_cuda(error, "looking for kernels");
+  return Code::kNone;
 }
 
 }  // namespace hf_flash2

@@ -10,7 +10,7 @@ import torch
 
 from hf_flash2 import functional, kernels, kvcache, native, ops
 
-HOPPER, A100, SMALL, WIDE_HOPPER, WIDEST_HOPPER = range(5)  # the devices that the emulator pretends to have
+HOPPER, A100, SMALL, WIDE_HOPPER, WIDEST_HOPPER, BLACKWELL, TURING = range(7)  # the devices that the emulator pretends to have
 
 
 class _Packer(struct.Struct):
@@ -30,6 +30,8 @@ def load(path: Path) -> ctypes.CDLL:
     native._declare(library)
     library.emulator_schedule.argtypes = [ctypes.c_uint32, ctypes.c_int]
     library.emulator_schedule.restype = None
+    library.emulator_install.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    library.emulator_install.restype = None
     library.emulator_bank_conflicts.restype = ctypes.c_uint64
     library.emulator_tensor_bytes.restype = ctypes.c_uint64
     return library

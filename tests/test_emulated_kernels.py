@@ -9,6 +9,7 @@ of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is 
 import ctypes
 import dataclasses
 import os
+import re
 import zlib
 
 import emulated
@@ -100,7 +101,7 @@ def test_ranges_of_no_tokens(queries, keys, library, monkeypatch):
     assert not any(x.any() for x in (out, *gradients))
 
 
-@pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
+@pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL, emulated.BLACKWELL), ids=("a100", "99kb", "blackwell"))
 @pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
 def test_tiles_of_smaller_gpus(head_dim, device, emulate):
     sample = Sample(Case("tiles", head_dim=head_dim, heads=(2, 1), lengths_q=(150,), lengths_k=(170,), causal=True), torch.bfloat16, CPU)
@@ -774,3 +775,41 @@ def test_refusals_reach_python(library, monkeypatch):
         ops._forward_cuda(q, q, q[..., :12], *kernels.DENSE, 20, 20, 0.1, -1, -1, 0.0, 0.0, False)
     with emulated.running(monkeypatch, library, emulated.A100), pytest.raises(native.LibraryError, match="it needs a Hopper GPU"):
         flash_attn_func(q, q, q)
+
+
+CUDA_12_8, CUDA_13_0, CUDA_13_5 = 12080, 13000, 13050
+RUNS = None
+# device, driver, toolkit, whether there is PTX, and why the library does not run
+INSTALLED = {
+    "machine code": (emulated.HOPPER, CUDA_13_0, CUDA_13_0, True, RUNS),
+    "machine code of a newer toolkit": (emulated.HOPPER, CUDA_13_0, CUDA_13_5, True, RUNS),
+    "PTX of an older toolkit": (emulated.BLACKWELL, CUDA_13_5, CUDA_13_0, True, RUNS),
+    "PTX of a newer toolkit": (
+        emulated.BLACKWELL,
+        CUDA_13_0,
+        CUDA_13_5,
+        True,
+        "built with CUDA 13.5 and has PTX alone for compute capability 12.0; the NVIDIA driver compiles PTX up to CUDA 13.0: update the "
+        "driver, or run `HF_FLASH2_ARCHS=120 hf-flash2 build`",
+    ),
+    "no PTX": (emulated.BLACKWELL, CUDA_13_0, CUDA_13_0, False, "built for sm_80,sm_90a and has no code for compute capability 12.0; run"),
+    "old driver": (emulated.HOPPER, CUDA_12_8, CUDA_13_0, True, "supports CUDA 12.8, but libhf_flash2.so was built with CUDA 13.0: update"),
+    "no driver": (emulated.HOPPER, 0, CUDA_13_0, True, "no NVIDIA driver is installed"),
+    "old GPU": (emulated.TURING, CUDA_13_0, CUDA_13_0, True, "has compute capability 7.5; the kernels need 8.0 (Ampere) or newer: use"),
+    "no such GPU": (99, CUDA_13_0, CUDA_13_0, True, "there is no GPU 99 (7 found)"),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_whether_a_gpu_can_run_the_library(name, library, monkeypatch):
+    device, driver, toolkit, ptx, reason = INSTALLED[name]
+    monkeypatch.setattr(native, "library", lambda: library)
+    try:
+        library.emulator_install(driver, toolkit, ptx)
+        if reason is RUNS:
+            native.check_device.__wrapped__(device)
+        else:
+            with pytest.raises(native.NotAvailableError, match=re.escape(reason)):
+                native.check_device.__wrapped__(device)
+    finally:
+        library.emulator_install(CUDA_13_0, CUDA_13_0, True)

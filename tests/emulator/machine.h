@@ -45,11 +45,12 @@ constexpr uint32_t kGranule = 16;  // bytes of shared memory whose state is kept
 // ---- The GPUs one can pretend to have, by device index ----
 struct Device {
   int compute_capability;  // 10 * major + minor
-  int multiprocessors;     // few, so that small problems make persistent kernels walk; the last two have more, so that they split keys
+  int multiprocessors;     // few, so that small problems make persistent kernels walk; two have more, so that they split keys
   int shared_bytes;        // per block, opted in
 };
-inline constexpr Device kDevices[] = {{90, 3, 232448}, {80, 3, 166912}, {86, 3, 101376}, {90, 16, 232448}, {90, 48, 232448}};
-inline constexpr int kDeviceCount = 5;
+inline constexpr Device kDevices[] = {{90, 3, 232448},  {80, 3, 166912},  {86, 3, 101376}, {90, 16, 232448},
+                                      {90, 48, 232448}, {120, 3, 101376}, {75, 3, 65536}};
+inline constexpr int kDeviceCount = 7;
 
 // ---- Launching ----
 

@@ -12,6 +12,10 @@ namespace {
 
 int current_device = 0;
 std::string launch_error;
+struct Installed {
+  int driver = 13000, toolkit = 13000;  // versions of CUDA
+  bool ptx = true;                      // for GPUs newer than the machine code
+} installed;
 std::map<std::pair<const void*, int>, int> allowed_shared_bytes;  // by kernel and device
 
 CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* sizes,
@@ -64,11 +68,20 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = installed.driver;
   return cudaSuccess;
 }
 
-cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = installed.toolkit;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)()) {
+  if (emulator::kDevices[current_device].compute_capability <= 90) return cudaSuccess;
+  if (!installed.ptx) return cudaErrorNoKernelImageForDevice;
+  return installed.toolkit > installed.driver ? cudaErrorUnsupportedPtxVersion : cudaSuccess;
+}
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= emulator::kDeviceCount) return cudaErrorInvalidDevice;
@@ -133,9 +146,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
-// For the tests: the order of threads (emulator::Schedule), and what the emulator counts.
+// For the tests: the order of threads (emulator::Schedule), what is installed, and what the emulator counts.
 extern "C" __attribute__((visibility("default"))) void emulator_schedule(uint32_t seed, int resident) {
   emulator::schedule = {seed, resident};
+}
+extern "C" __attribute__((visibility("default"))) void emulator_install(int driver, int toolkit, int ptx) {
+  installed = {driver, toolkit, ptx != 0};
 }
 extern "C" __attribute__((visibility("default"))) uint64_t emulator_bank_conflicts() { return emulator::bank_conflicts; }
 extern "C" __attribute__((visibility("default"))) uint64_t emulator_tensor_bytes() { return emulator::tensor_bytes; }

@@ -145,7 +145,15 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __nanosleep(unsigned) { emulator::let_others_run(); }
 
 // ---- The runtime ----
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorUnsupportedPtxVersion = 222,
+  cudaErrorLaunchFailure = 719
+};
 using cudaStream_t = void*;
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr {
@@ -190,7 +198,4 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result);
-template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
-  return cudaSuccess;
-}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)());
