@@ -180,11 +180,12 @@ def looks_at_rows(module: nn.Module) -> bool:
     return False
 
 
-def token_shape(inputs: dict) -> torch.Size:
-    """[B, S] of the inputs of a model's forward."""
-    return _tokens(inputs).shape[:2]
+def token_shape(inputs: dict) -> torch.Size | None:
+    """[B, S] of the inputs of a model's forward; None where there are none, which upstream's forward says."""
+    tokens = _tokens(inputs)
+    return None if tokens is None else tokens.shape[:2]
 
 
-def _tokens(inputs: dict) -> torch.Tensor:
+def _tokens(inputs: dict) -> torch.Tensor | None:
     """What the batch is: input_ids [B, S] or inputs_embeds [B, S, hidden]."""
-    return inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    return inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]

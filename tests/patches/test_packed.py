@@ -612,6 +612,16 @@ def test_labels_of_another_shape_are_upstreams_error():
             each(**inputs, labels=labels)
 
 
+def test_a_call_without_tokens_is_upstreams_error():
+    _, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    del inputs["input_ids"]
+    for arguments in ({"labels": labels}, inputs, inputs | {"labels": labels}):
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model(**arguments)
+
+
 def test_a_loss_function_of_the_user_gets_logits():
     _, model, _ = twins("llama")
     inputs = batch("right")
