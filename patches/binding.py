@@ -121,11 +121,15 @@ def upstream(module: nn.Module, *args, **kwargs) -> object:
 
 
 def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
-    """The arguments of a call of the module's forward, by their names in its class's forward."""
+    """The arguments of a call of the module's forward, by their names in its class's forward.
+
+    Raises:
+        TypeError: there are more than it takes, or one twice.
+    """
     if not args:
         return dict(kwargs)
-    _, *names = inspect.signature(type(module).forward).parameters
-    return dict(zip(names, args, strict=False)) | kwargs
+    _, *named = inspect.signature(type(module).forward).bind_partial(module, *args).arguments.items()
+    return dict(**dict(named), **kwargs)
 
 
 def unbind(module: nn.Module) -> None:

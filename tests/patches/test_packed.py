@@ -622,6 +622,18 @@ def test_a_call_without_tokens_is_upstreams_error():
             model(**arguments)
 
 
+def test_arguments_by_their_places():
+    eager, model, report = twins("llama")
+    ids, mask = batch("right").values()
+    torch.testing.assert_close(model(ids, mask, labels=ids).loss, model(input_ids=ids, attention_mask=mask, labels=ids).loss)
+    assert report.forwards == {"packed": 2}
+    for each in (eager.model, model.model):
+        with pytest.raises(TypeError, match="input_ids"):
+            each(ids, mask, input_ids=ids)
+        with pytest.raises(TypeError):
+            each(ids, mask, *[None] * 20)
+
+
 def test_a_loss_function_of_the_user_gets_logits():
     _, model, _ = twins("llama")
     inputs = batch("right")
