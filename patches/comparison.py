@@ -84,7 +84,7 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
     Args:
         model: as for `patch`; patched or not, it is afterwards as it was before. A patched one is verified as it is patched, packed or
             not. torch.compile wrappers are run uncompiled.
-        batch: keyword arguments of the model's forward, with its 2-D attention_mask if anything is padded.
+        batch: keyword arguments of the model's forward, with its 2-D attention_mask (and decoder_attention_mask) if anything is padded.
     Raises:
         ValueError: there is no copy in higher precision to compare with, as the model is quantised or float64; the batch is no mapping or
             has no real token, or packs documents for an encoder; the model's output has nothing to compare; a PEFT adapter puts prompts
@@ -216,8 +216,8 @@ def _to_dtype(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, obj
 
 
 def _real_tokens(inputs: Mapping[str, object], output: torch.Tensor) -> torch.Tensor:
-    """bool, the leading dimensions of output that hold real tokens"""
-    mask = inputs.get("attention_mask")
-    if mask is None or mask.dim() != 2 or mask.shape != output.shape[:2]:
+    """bool, the leading dimensions of output that hold real tokens: those of an encoder-decoder are its decoder's"""
+    mask = inputs.get("decoder_attention_mask" if any(name.startswith("decoder_") for name in inputs) else "attention_mask")
+    if getattr(mask, "shape", None) != output.shape[:2]:
         return torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
     return mask.to(output.device).bool()

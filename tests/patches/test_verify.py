@@ -143,6 +143,19 @@ def test_the_parts_of_a_composite_model_are_compared_by_their_hidden_states():
     assert comparison.tokens == 17  # of the image; its logits are one number
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("columns", [tiny_models.SEQLEN, 9])
+def test_the_padding_of_a_decoder_is_not_compared(columns, padding):
+    """Nor is what the encoder is given taken for it where both are as long."""
+    ids, mask = tiny_models.tokens(), tiny_models.attention_mask(padding)
+    inputs = {"input_ids": ids[:, :columns], "attention_mask": tiny_models.attention_mask("holes")[:, :columns], "decoder_input_ids": ids}
+    model = tiny_models.model("bart", "eager")
+    comparison = hf_flash2.verify(model, inputs | {"decoder_attention_mask": mask})
+    assert comparison.ok, comparison
+    assert comparison.tokens == mask.sum()
+    assert hf_flash2.verify(model, inputs).tokens == ids.numel()
+
+
 def test_an_output_with_nothing_to_compare_is_refused(monkeypatch):
     model = small_models.model("llama")
     monkeypatch.setattr(type(model), "forward", lambda self, **inputs: ModelOutput(loss=torch.zeros(())))
