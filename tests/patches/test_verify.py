@@ -48,6 +48,9 @@ def test_either_error_alone_is_too_much():
     for name in ("max_error", "mean_error"):
         wrong = dataclasses.replace(comparison, **{name: 20 * getattr(comparison, f"eager_{name}")})
         assert not wrong.ok and wrong.verdict.startswith("wrong: ")
+    exact = dataclasses.replace(comparison, eager_max_error=0.0, eager_mean_error=0.0)
+    assert exact.verdict.startswith("wrong: inf x eager's mean error and inf x its maximum")
+    assert dataclasses.replace(exact, max_error=0.0, mean_error=0.0).ok
 
 
 def test_a_packed_model_is_held_against_one_that_is_not(monkeypatch):
@@ -58,17 +61,18 @@ def test_a_packed_model_is_held_against_one_that_is_not(monkeypatch):
     assert hf_flash2.verify(model, inputs).ok and set(report.forwards) == {"packed"}
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
     assert hf_flash2.verify(model, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}).ok
+    assert hf_flash2.verify(model, inputs | {"use_cache": True}).ok and report.forwards == {"packed": 2, "with a cache": 1}
     pad = patches.packed.Packing.pad
     monkeypatch.setattr(patches.packed.Packing, "pad", lambda self, x: 1.01 * pad(self, x))
     assert not hf_flash2.verify(model, inputs).ok
 
 
 def test_the_model_is_afterwards_as_it_was():
-    model = small_models.model("llama").train()
+    model = small_models.model("llama", attention_dropout=0.5).train()
     model.lm_head.eval()
     modes = [module.training for module in model.modules()]
     weights = copy.deepcopy(model.state_dict())
-    hf_flash2.verify(model, small_models.batch("right"))
+    assert hf_flash2.verify(model, small_models.batch("right")).eager_max_error < 1e-4  # nothing is dropped
     assert (model.config._attn_implementation, model.dtype) == ("eager", torch.float32)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -90,7 +94,10 @@ def test_a_wrong_attention_is_found(monkeypatch):
 def test_a_layer_whose_op_does_not_run_is_found():
     length = small_models.LENGTH
     mask = torch.full((1, 1, length, length), torch.finfo().min).triu(1)  # a 4-D mask goes to SDPA: right, but not ours
-    comparison = hf_flash2.verify(small_models.model("mistral"), small_models.batch("dense") | {"attention_mask": mask})
+    model = small_models.model("mistral")
+    hf_flash2.patch(model)
+    model(**small_models.batch("dense"))  # what ran before does not count
+    comparison = hf_flash2.verify(model, small_models.batch("dense") | {"attention_mask": mask})
     assert comparison.idle_layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     assert comparison.ratio < 2
     assert not comparison.ok
@@ -111,6 +118,32 @@ def test_outputs_without_logits_or_without_names():
     inputs = small_models.batch("left")
     assert hf_flash2.verify(LlamaForQuestionAnswering(small_models.config("llama")).eval(), inputs).ok
     assert hf_flash2.verify(small_models.model("llama"), inputs | {"return_dict": False}).ok
+
+
+class Narrow(LlamaForSequenceClassification):
+    def forward(self, input_ids, attention_mask, return_dict):
+        return super().forward(input_ids, attention_mask, return_dict=return_dict)
+
+
+def test_a_forward_that_takes_nothing_more_than_its_batch():
+    inputs = small_models.batch("left")
+    comparison = hf_flash2.verify(Narrow(small_models.config("llama")).eval(), inputs)
+    assert comparison.tokens == len(inputs["input_ids"])  # its logits, as few as they are: it has no hidden states to give
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its encoders do not call the attention interface")
+def test_floating_point_inputs_are_of_the_dtype_of_the_reference():
+    model = tiny_models.model("modernbert", "eager")
+    comparison = hf_flash2.verify(model, {"inputs_embeds": model.get_input_embeddings()(tiny_models.tokens()).detach()})
+    assert comparison.ok and comparison.reference_dtype == torch.float64
+
+
+def test_masks_by_the_type_of_layer_are_no_padding():
+    """As Qwen 3 takes them."""
+    length = small_models.LENGTH
+    masks = {"full_attention": torch.full((1, 1, length, length), torch.finfo().min).triu(1)}
+    comparison = hf_flash2.verify(tiny_models.model("qwen3", "eager"), small_models.batch("dense") | {"attention_mask": masks})
+    assert len(comparison.idle_layers) == 2 and comparison.ratio < 2
 
 
 @pytest.mark.parametrize("seed", [0, 13])
@@ -182,10 +215,23 @@ def test_documents_of_an_encoder_are_refused(told_by):
         documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
     with pytest.raises(ValueError, match="documents see each other in an encoder such as this one; verify a padded batch"):
         hf_flash2.verify(encoder, {"input_ids": ids, **documents})
+    padded = {"input_ids": ids, "position_ids": restarting, "attention_mask": torch.ones_like(ids)}  # by which there are no documents
+    assert hf_flash2.verify(encoder, padded).ok
+    rows = {"input_ids": small_models.batch("dense")["input_ids"][:2, :12], "position_ids": restarting.expand(2, -1)}  # nor in several rows
+    assert hf_flash2.verify(encoder, rows).ok
     one = {"input_ids": ids, "position_ids": torch.arange(12)[None]}
     assert hf_flash2.verify(encoder, one).ok and hf_flash2.verify(encoder, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).ok
     packed = hf_flash2.verify(small_models.model("llama"), {"input_ids": ids, "position_ids": restarting} | documents)
     assert packed.ok
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "llama", "gpt2_cross", "bart", "gemma3", "bloom"])
+def test_which_models_are_encoders(family):
+    """Not Gemma 3 with attention of both sides: its masks are made of causal ones. Of Bloom's layers nobody knows."""
+    if VERSION < (5, 0) and family in ("bert", "modernbert", "gemma3"):
+        pytest.skip("its layers do not say so")
+    model = tiny_models.model(family, "eager", **{"use_bidirectional_attention": True} if family == "gemma3" else {})
+    assert patches.comparison._is_encoder(model) == (family in ("bert", "modernbert"))
 
 
 def test_documents_that_eager_attention_cannot_know_of_are_refused():
