@@ -10,6 +10,7 @@ import types
 
 import pytest
 import small_models
+import tiny_models
 import torch
 from small_models import FAMILIES
 from tiny_models import VERSION
@@ -158,6 +159,16 @@ def test_changes_of_the_config_survive_unpatch():
     config.use_cache = True  # that of other models, meanwhile
     hf_flash2.unpatch(model)
     assert not hasattr(config, "task") and config.use_cache
+
+
+def test_a_config_inside_the_models_that_no_module_has():
+    """That of the decoder, in an encoder which Transformers makes of a config of both."""
+    model = tiny_models.model("t5gemma", "eager")
+    config, decoder = model.config, model.config.decoder
+    hf_flash2.patch(model)
+    assert model.config.decoder is not decoder and decoder._attn_implementation == "eager"
+    hf_flash2.unpatch(model)
+    assert model.config is config and config.decoder is decoder and decoder._attn_implementation == "eager"
 
 
 def test_an_implementation_set_later_wins():
