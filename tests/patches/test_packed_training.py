@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import types
 from collections import Counter
 from functools import partial
 
@@ -160,6 +161,11 @@ def test_accelerate_mixed_precision():
     assert before(**inputs).logits is not None
 
 
+class Wrapper:
+    def __call__(self, model, *args, **kwargs):
+        return type(model).forward(model, *args, **kwargs)
+
+
 def test_the_report_names_who_wraps_the_forward():
     """As TRL puts a function there that looks like the one that it wraps."""
     model = small_models.model("llama")
@@ -167,8 +173,15 @@ def test_the_report_names_who_wraps_the_forward():
     assert model.forward.__module__.startswith("transformers.")
     assert hf_flash2.patch(model, packed=True).loss.startswith(f"not ours: {__name__} wraps the model's forward already")
     hf_flash2.unpatch(model)
-    model.forward = functools.partial(functools.partial(type(model).forward, model))
-    assert "not ours: transformers wraps" in hf_flash2.patch(model, packed=True).loss
+    partial_forward = functools.partial(functools.partial(type(model).forward))
+    for forward, name in (
+        (functools.partial(partial_forward, model), "transformers"),
+        (types.MethodType(partial_forward, model), "transformers"),
+        (types.MethodType(Wrapper(), model), __name__),
+    ):
+        model.forward = forward
+        assert f"not ours: {name} wraps" in hf_flash2.patch(model, packed=True).loss
+        hf_flash2.unpatch(model)
 
 
 def test_trainer(tmp_path):
