@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .. import ops
 from ..masks import source_of
@@ -64,7 +64,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     if existing is not None and existing.implementations == _implementations(target) and existing.options == options:
         existing.report.expected_backend = backend
         return existing.report
-    before = _patches_in_use(model)
+    before = _patches(model)
     unpatch(model)
     previous = _implementations(target)
     configs = own_configs(model)
@@ -84,21 +84,27 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     return report
 
 
-def _patches_in_use(model: nn.Module) -> list[tuple[PreTrainedModel, _Patch]]:
-    """The models inside that are patched, each with its record, where nobody has switched them since."""
-    records = [(part, vars(part).get(_PATCH)) for part in model.modules()]
-    return [(part, record) for part, record in records if record is not None and record.implementations == _implementations(part)]
+def _patches(model: nn.Module) -> list[tuple[PreTrainedModel, _Patch, dict[nn.Module, str]]]:
+    """The models inside that are patched, each with its record and the implementations of its modules, which may have been set since."""
+    return [(part, vars(part)[_PATCH], _implementations_of_modules(part)) for part in model.modules() if _PATCH in vars(part)]
 
 
-def _patch_again(before: list[tuple[PreTrainedModel, _Patch]]) -> None:
+def _implementations_of_modules(model: nn.Module) -> dict[nn.Module, str]:
+    configs = {module: vars(module).get("config") for module in model.modules()}
+    return {module: config._attn_implementation for module, config in configs.items() if isinstance(config, PretrainedConfig)}
+
+
+def _patch_again(before: list[tuple[PreTrainedModel, _Patch, dict[nn.Module, str]]]) -> None:
     """As they were patched before, with the reports that their user holds, which count on."""
-    for part, record in before:
+    for part, record, implementations in before:
         patch(part, **record.options)
         for name, calls in record.report.layers.items():
             setattr(part.get_submodule(name), CALLS, calls)
         if record.report.forwards is not None:
             setattr(base_of(part), CALLS, record.report.forwards)
         vars(part)[_PATCH].report = record.report
+        for module, implementation in implementations.items():
+            setattr(module.config, IMPLEMENTATION, implementation)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -120,7 +126,7 @@ def unpatch(model: nn.Module) -> None:
 def patched(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) -> Iterator[PatchReport]:
     """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before."""
     _check_is_module(model)
-    before = _patches_in_use(model)
+    before = _patches(model)
     report = patch(model, packed=packed, keep_logits=keep_logits)
     try:
         yield report

@@ -251,6 +251,28 @@ def test_patched_leaves_a_patched_model_patched():
     assert set(report.calls.values()) == {1}
 
 
+@pytest.mark.parametrize("way", ["patched", "verify", "a patch that fails"])
+def test_an_implementation_set_on_a_patched_model_is_there_again(way, monkeypatch):
+    model = small_models.model("llama")
+    model.set_attn_implementation("sdpa")
+    report = hf_flash2.patch(model)
+    model.set_attn_implementation("eager")
+    expected = logits(model)
+    if way == "patched":
+        with hf_flash2.patched(model):
+            assert model.config._attn_implementation == "hf_flash2"
+    elif way == "verify":
+        assert hf_flash2.verify(model, small_models.batch("left")).ok
+    else:
+        monkeypatch.setattr(patches.instance, "reason_not_packable", lambda *_: "a reason")
+        with pytest.raises(ValueError, match="cannot run packed"):
+            hf_flash2.patch(model, packed=True)
+    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {"eager"}
+    assert torch.equal(logits(model), expected) and set(report.calls.values()) == {0}
+    hf_flash2.unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("way", [hf_flash2.patch, hf_flash2.patched])
 def test_a_patched_model_that_cannot_run_packed_stays_patched(way, monkeypatch):
     monkeypatch.setattr(patches.instance, "reason_not_packable", lambda *_: "a reason")
