@@ -141,6 +141,45 @@ def test_later_tokens_do_not_change_earlier_ones(family):
     assert not torch.equal(before[:, -3:], after[:, -3:])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_dropped_in_training_alone(family):
+    model = small_models.model(family, **{"attn_pdrop" if family == "gpt2" else "attention_dropout": 0.5})
+    hf_flash2.patch(model)
+    for training in (True, False):
+        found = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            found.append(model.train(training)(**small_models.batch("left")).logits)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) is not training
+
+
+def test_what_gpt2_adds_to_the_residual_is_dropped_as_upstream_does():
+    model = small_models.model("gpt2", resid_pdrop=0.5)
+    layer = model.transformer.h[0].attn.train()
+    hf_flash2.patch(model)
+    zeros = (layer(torch.randn(2, 5, 48))[0] == 0).float().mean()
+    assert 0.3 < zeros < 0.7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_is_causal_of_the_call_wins(family):
+    """As models of both directions, made of layers of others, pass it."""
+    model = small_models.model(family)
+    layer = next(iter(small_models.attention_layers(model).values()))
+    x, positions = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(3)), torch.arange(5)[None]
+    rotary_embedding = {} if family == "gpt2" else {"position_embeddings": model.model.rotary_emb(x, positions)}
+    expected = []
+    for length in (5, 1):  # the last token sees all in either direction, the first one all or itself
+        part = {name: tuple(y[:, :length] for y in pair) for name, pair in rotary_embedding.items()}
+        with hf_flash2.patched(model), torch.no_grad():
+            expected.append(layer(x[:, :length], attention_mask=None, **part)[0])
+    with hf_flash2.patched(model), torch.no_grad():
+        both = layer(x, attention_mask=None, is_causal=False, **rotary_embedding)[0]
+    torch.testing.assert_close(both[:, -1], expected[0][:, -1])
+    torch.testing.assert_close(expected[0][:, 0], expected[1][:, 0])
+    assert not torch.allclose(both[:, 0], expected[0][:, 0], atol=1e-3)
+
+
 def test_gpt2_cross_attention_with_a_padded_encoder():
     model = small_models.model("gpt2", add_cross_attention=True)
     inputs = small_models.batch("left") | {
@@ -223,8 +262,23 @@ def test_the_rotary_kernel_runs_where_it_can_and_the_function_is_transformers_ow
     monkeypatch.setattr(rotary, "apply_rotary", apply_rotary)
     monkeypatch.setattr(rotary, "can_fuse", lambda *tensors: True)
     model(**inputs)
+    layer = model.model.layers[0].self_attn
     with torch.no_grad():
-        handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
-        model(**inputs)
-        handle.remove()
-    assert fused[2:] == [(shape, False), (shape, False), (shape, False), (shape, True)]  # gradients; a hook on the first layer
+        for projection in (layer.q_proj, layer.k_proj):
+            handle = projection.register_forward_hook(lambda *_: None)
+            model(**inputs)
+            handle.remove()
+    assert fused[2:] == [(shape, False)] * 2 + [(shape, False), (shape, True)] * 2  # gradients; a hook on the first layer
+
+
+class Keeping(torch.nn.Linear):
+    """As quantised layers extend it."""
+
+
+def test_whose_projections_are_rotated_in_place():
+    returns_new_tensors = patches.rotary.returns_new_tensors
+    replaced = torch.nn.Linear(4, 4)
+    replaced.forward = lambda x: x
+    assert [returns_new_tensors(each) for each in (torch.nn.Linear(4, 4), Keeping(4, 4), replaced)] == [True, False, False]
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert not returns_new_tensors(torch.nn.Linear(4, 4))
