@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import pickle
@@ -22,8 +23,12 @@ from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
     EncoderDecoderModel,
+    LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_flash2
@@ -238,6 +243,38 @@ def test_patched_undoes_itself_also_after_an_exception():
     assert_same(before, snapshot(model))
 
 
+def test_patched_takes_the_options_of_patch():
+    model = small_models.model("llama").train()
+    inputs = small_models.batch("right")
+    with hf_flash2.patched(model, packed=True, keep_logits=True) as report:
+        assert model(**inputs, labels=small_models.labels(inputs)).logits is not None and report.forwards == {"packed": 1}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_error_leaves_the_model_as_it_was(packed, monkeypatch):
+    model = small_models.model("llama")
+    before, bind = snapshot(model), patches.instance.bind
+
+    def interrupted(module, forward):
+        if module is (model.model if packed else model.model.layers[1].self_attn):
+            raise KeyboardInterrupt
+        return bind(module, forward)
+
+    monkeypatch.setattr(patches.instance, "bind", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hf_flash2.patch(model, packed=packed)
+    assert_same(before, snapshot(model))
+
+
+def test_a_report_of_a_packed_model_counts_on():
+    model = small_models.model("llama")
+    report = hf_flash2.patch(model, packed=True)
+    with hf_flash2.patched(model):
+        pass
+    model(**small_models.batch("right"), use_cache=False)
+    assert report.forwards == {"packed": 1}
+
+
 def test_patched_leaves_a_patched_model_patched():
     model = small_models.model("gpt2")
     report = hf_flash2.patch(model)
@@ -449,16 +486,17 @@ class TestWholeClass:
         assert later.config._attn_implementation == "sdpa"
 
     def test_what_came_after_it_is_not_taken_away(self, family, monkeypatch):
-        module, attention = getattr(patches, family), PATCHES[family].attention
+        module = getattr(patches, family)
         module.apply()
-        with monkeypatch.context() as context:
-            context.setattr(attention, "forward", lambda *args, ours=attention.forward, **kwargs: ours(*args, **kwargs))
-            theirs = attention.forward
-            with pytest.raises(RuntimeError, match=f"{attention.__name__}.forward is .*which came after"):
-                module.revert()
-            assert attention.forward is theirs
+        for owner, name in ((PATCHES[family].attention, "forward"), (PATCHES[family].pretrained, "get_correct_attn_implementation")):
+            with monkeypatch.context() as context:
+                context.setattr(owner, name, functools.partialmethod(getattr(owner, name)))
+                theirs = vars(owner)[name]
+                with pytest.raises(RuntimeError, match=f"{owner.__name__}.{name} is .*which came after"):
+                    module.revert()
+                assert vars(owner)[name] is theirs
         module.revert()
-        assert attention.forward is not PATCHES[family].forward
+        assert PATCHES[family].attention.forward is not PATCHES[family].forward
 
     def test_the_model_computes_what_eager_computes(self, family):
         PATCHES[family].apply()
@@ -488,6 +526,32 @@ class Halved(LlamaAttention):
     def forward(self, *args, **kwargs):
         out, weights = super().forward(*args, **kwargs)
         return out * 0.5, weights
+
+
+class OtherConfig(LlamaConfig):
+    """Of a layer alone."""
+
+
+def test_a_layer_with_a_config_of_its_own_stays_as_it_is():
+    model = small_models.model("llama")
+    layer = model.model.layers[1].self_attn
+    layer.config = OtherConfig(**model.config.to_dict(), attn_implementation="eager")
+    report = hf_flash2.patch(model)
+    assert list(report.layers) == ["model.layers.0.self_attn"]
+    assert report.skipped == {"model.layers.1.self_attn": "stays on eager: Transformers did not switch it"}
+
+
+class WithoutConfig(torch.nn.Module):
+    """It takes its attention function from elsewhere."""
+
+    def forward(self, q, k, v):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, None)
+
+
+def test_attention_without_a_config_is_passed_over():
+    model = small_models.model("llama")
+    model.pooler = WithoutConfig()
+    assert len(hf_flash2.patch(model).layers) == 2
 
 
 class Foreign(LlamaAttention):
@@ -627,3 +691,18 @@ def test_a_class_of_a_notebook_is_patched_as_the_one_that_it_extends(monkeypatch
     assert len(report.layers) == 2 and report.skipped == {}
     real = small_models.real_tokens(small_models.batch("left"))
     torch.testing.assert_close(logits(model)[real], expected[real], rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its classes have to be in a file")
+def test_a_class_of_a_notebook_that_extends_none_says_nothing_of_others(monkeypatch):
+    """Transformers would keep its answer about PreTrainedModel, and give it for every model."""
+    name = "_can_set_attn_implementation_cached_value"
+    cells = types.ModuleType("cells")
+    monkeypatch.setitem(sys.modules, "cells", cells)
+    vars(cells).update(PreTrainedModel=PreTrainedModel, LlamaConfig=LlamaConfig)
+    exec("class Mine(PreTrainedModel):\n    config_class = LlamaConfig\n", vars(cells))
+    model = cells.Mine(small_models.config("llama"))
+    model.inner = LlamaModel(model.config)
+    with contextlib.suppress(ValueError):
+        hf_flash2.patch(model)
+    assert name not in vars(PreTrainedModel)
