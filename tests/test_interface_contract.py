@@ -579,6 +579,11 @@ def overlay_of(visible: str, module: str, name: str):
     return scope[name]
 
 
+def causal_mask_function(b, h, q, k):
+    """Of the same name as that of Transformers, and no token sees itself."""
+    return k < q
+
+
 MISTRAL = MistralConfig(sliding_window=5)
 ALL = lambda *indices: torch.tensor(True)  # noqa: E731
 UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap where an overlay is no function of tensors alone
@@ -595,6 +600,10 @@ UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap w
     "a window of two sides, and a prefix": lambda w, both, device: (
         masking_utils.or_masks(w(5), both(5), everything_visible_before(3)),
         True,
+    ),
+    "a window of somebody's causal pattern, and of two sides": lambda w, both, device: (
+        masking_utils.or_masks(masking_utils.and_masks(masking_utils.sliding_window_overlay(5), causal_mask_function), both(5)),
+        False,
     ),
     "a causal pattern alone": lambda w, both, device: (masking_utils.or_masks(masking_utils.causal_mask_function), False),
     "half a window": lambda w, both, device: (masking_utils.sliding_window_overlay(5), False),
