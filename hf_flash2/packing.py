@@ -66,12 +66,18 @@ def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tenso
 
 
 def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """The same from the first tokens of the documents, bool [B, S], True in the first column. The rows are packed one after another."""
+    """The same from the first tokens of the documents, bool [B, S], True in the first column. The rows are packed one after another.
+
+    While compiling, as where layers are compiled one by one, nobody can look: never None then, and the longest length is that of a row.
+    """
     first_tokens = starts.flatten().nonzero().flatten()
-    if first_tokens.shape[0] == starts.shape[0]:
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        torch._check(first_tokens.shape[0] >= 1)  # so that a check of cu_seqlens knows that there is a document
+    elif first_tokens.shape[0] == starts.shape[0]:
         return None
     cu_seqlens = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
-    return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return cu_seqlens, starts.shape[1] if compiling else int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
 
 def token_indices(mask: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

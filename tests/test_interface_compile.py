@@ -126,6 +126,28 @@ def test_restarting_positions_do_not_leak_without_the_kwargs(device, notices):
     assert len(notices()) == 1 and "several documents" in notices()[0]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_restarting_positions_where_layers_are_compiled_one_by_one(family, rows, device, notices):
+    """The mask is made outside of what is compiled, and the layers see in it where documents begin, forward and backward."""
+    ids = tiny.tokens(device, rows)
+    positions = torch.cat((torch.arange(5), torch.arange(SEQLEN - 5))).to(device).expand(rows, -1)
+    ours, eager = tiny.twins(family, device, DTYPE)
+    exact = tiny.eager_in_float32(eager)
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    inputs = {"position_ids": positions, "use_cache": False}
+    results = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # which torch 2.13 needs no longer
+        for model in (ours, eager, exact):
+            found = model(ids, **inputs).logits
+            found.float().square().mean().backward()
+            results.append((found.detach(), model.model.layers[0].self_attn.q_proj.weight.grad))
+    for found, expected, truth in zip(*results, strict=True):
+        tiny.assert_as_exact_as_eager(found, expected, truth)
+    assert notices() == []
+
+
 @pytest.mark.skipif(VERSION < (5, 0), reason="its GPT-OSS has no flash attention")
 def test_restarting_positions_that_the_mask_does_not_look_at_are_told_of(device, notices):
     """Nobody keeps documents apart then. Positions that the model counts up itself are no matter."""
