@@ -153,7 +153,7 @@ def test_the_tensors_are_not_copied(device, monkeypatch):
 )  # fmt: skip
 def test_arguments_that_change_the_result_are_refused(name, argument, device):
     q, k, v = qkv(device)
-    with pytest.raises(ValueError, match=f"Layer passes {name} to its attention.*eager"):
+    with pytest.raises(ValueError, match=f"Layer passes {name} to its attention.*leave it out.*eager"):
         attention(Layer(), q, k, v, **{name: argument})
     attention(Layer(), q, k, v, **{name: None})
 
@@ -250,6 +250,9 @@ def test_harmless_arguments_are_ignored(device):
         "guidance_scale": 5.0,  # Janus, while it generates an image
         "ignore_index": -1,  # of the loss
         "image_sizes": torch.tensor([[16, 16]]),  # InternVL and others
+        "offset_mapping": torch.zeros(BATCH, SEQLEN, 2),  # this and the next two: what tokenizers return beside the tokens
+        "overflow_to_sample_mapping": torch.arange(BATCH),
+        "special_tokens_mask": torch.zeros(BATCH, SEQLEN),
         "return_shared_kv_states": True,  # Gemma 4, for its assistant
         "vision_feature_layer": [-2],  # Molmo 2
     }
