@@ -176,6 +176,7 @@ def test_the_parts_of_a_composite_model_are_compared_by_their_hidden_states():
     assert comparison.tokens == 17  # of the image; its logits are one number
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its BART makes 4-D masks, which go to SDPA, and that is not ok")
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("columns", [tiny_models.SEQLEN, 9])
 def test_the_padding_of_a_decoder_is_not_compared(columns, padding):
