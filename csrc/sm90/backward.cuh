@@ -27,7 +27,8 @@ struct BackwardShape : BackwardSizes<kHeadDim> {
   static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + 2 * kDqPieceBytes;  // dS, then dQ in fp32
 };
 
-// With thread blocks that round dQ. PERF: a kernel of its own, as their code changes what ptxas makes of the loop: 2 % at d 64.
+// With thread blocks that round dQ, or none of them. PERF: a kernel of its own, as ptxas makes a faster loop of it, 2 to 4 % at d 64 from 8k on,
+// but short calls are 2 to 10 % slower. TUNING.md, "dQ rounded beside".
 template <typename Shape>
 struct Rounds : Shape {
   static constexpr bool kRounds = true;

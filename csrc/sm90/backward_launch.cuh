@@ -53,16 +53,17 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_orde
   return splits;
 }
 
+// Whether a call is long enough for the kernel with code for rounding beside (Rounds), also where nothing is rounded there.
+inline bool has_many_tasks(int64_t tasks, int multiprocessors) { return tasks >= int64_t{4} * multiprocessors; }
+
 // How many multiprocessors round dQ while the others compute (rounding.cuh), so that they keep up: a tile takes them kRoundingTime, the others
-// one for each key block that comes to it. None where half of one would do, or tasks are few: what ends with the last is not rounded there.
+// one for each key block that comes to it. None where half of one would do. Not for few tasks: what ends with the last is not rounded there.
 // PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. 1 to 8 %, the shorter the more.
 // TUNING.md, "dQ rounded beside", also for what was tried.
 template <typename Shape>
-int choose_rounding_blocks(const HfFlash2ForwardParams& params, int64_t tasks, int multiprocessors) {
+int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocessors) {
   constexpr double kRoundingTime = 0.21;  // of a tile, in that of a query block of a task
-  constexpr int kFewTasks = 4;            // for each multiprocessor
   constexpr int kMost = Workspace::kMostRoundingWarps / RoundingSizes<Shape>::kWarps;
-  if (Shape::kHeadDim > 128 || tasks < int64_t{kFewTasks} * multiprocessors) return 0;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const double keys = packed ? static_cast<double>(params.total_k) / params.batch : params.max_seqlen_k;
   const double longest =
@@ -209,8 +210,9 @@ void launch_backward(HfFlash2BackwardParams params) {
 
   const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
   const int64_t units = int64_t{key_blocks} * parts * forward.batch;
-  const bool rounds = plan.splits == 1 && forward.softcap == 0.f && forward.dropout_p == 0.f;
-  const int rounding = rounds ? choose_rounding_blocks<Shape>(forward, units, multiprocessors(forward.device)) : 0;
+  const bool may_round = Shape::kHeadDim <= 128 && forward.softcap == 0.f && forward.dropout_p == 0.f &&
+                         has_many_tasks(units, multiprocessors(forward.device));
+  const int rounding = may_round && plan.splits == 1 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
@@ -237,18 +239,19 @@ void launch_backward(HfFlash2BackwardParams params) {
   constexpr int kSharedBytes = BackwardShared<Shape>::kBytes;
   const int shared_bytes = kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0), most_shared_bytes = kSharedBytes + kZeroBytes;
   constexpr const char* kName = "attention backward, sm90";
+  auto* compute =
+      params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
   if constexpr (Shape::kHeadDim <= 128) {
-    if (rounding > 0) {
-      launch<backward_kernel<Rounds<Shape>, T>>(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device,
-                                                forward.stream, kName, start, most_shared_bytes);
+    if (may_round) compute = launch<backward_kernel<Rounds<Shape>, T>, BackwardArguments, Shape::kCluster>;
+  }
+  compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
+          most_shared_bytes);
+  if constexpr (Shape::kHeadDim <= 128) {
+    if (rounding > 0)
       return launch<round_rest_kernel<Shape, T>>(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)),
                                                  Shape::kThreads, RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream,
                                                  "attention backward, sm90, round", start);
-    }
   }
-  const auto compute =
-      params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
-  compute(arguments, arguments.task_blocks, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start, most_shared_bytes);
   const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
