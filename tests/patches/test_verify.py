@@ -125,6 +125,13 @@ def test_a_mixture_of_experts_is_compared_with_float64():
     assert comparison.reference_dtype == torch.float64
 
 
+def test_scores_of_gpt2_that_are_upcast_are_compared_with_float64():
+    """Its upcasting is to float32, whatever the model's dtype, and an error in float64."""
+    comparison = hf_flash2.verify(tiny_models.model("gpt2", "eager", reorder_and_upcast_attn=True), small_models.batch("left"))
+    assert comparison.ok, comparison
+    assert comparison.reference_dtype == torch.float64
+
+
 def test_outputs_without_logits_or_without_names():
     inputs = small_models.batch("left")
     assert hf_flash2.verify(LlamaForQuestionAnswering(small_models.config("llama")).eval(), inputs).ok
