@@ -110,13 +110,22 @@ def _other_use_of_the_mask(base_class: type) -> str | None:
             continue
         parent = parents[node]
         call = parents[parent] if isinstance(parent, ast.keyword) else parent
-        if isinstance(call, ast.Call) and ast.unparse(call.func) not in _USES_OF_A_MASK:
-            return ast.unparse(call)
-        if isinstance(parent, (ast.Subscript, ast.BinOp, ast.UnaryOp)) or getattr(parent, "attr", "ndim") != "ndim":
+        if isinstance(call, ast.Call):
+            if ast.unparse(call.func) not in _USES_OF_A_MASK:
+                return ast.unparse(call)
+        elif not (isinstance(node.ctx, ast.Store) or _keeps_to_itself(parent)):
             use = ast.unparse(_statement(node, parents))
             if use != "attention_mask = attention_mask.view(batch_size, -1)":  # GPT-2's, to [B, S]
                 return use
     return None
+
+
+def _keeps_to_itself(parent: ast.AST) -> bool:
+    """Whether an expression around the mask shows nothing of its values, and gives it no other name: that may go anywhere."""
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
+    # The arguments of the functions that make masks, and the masks that a model was given ready-made.
+    return isinstance(parent, (ast.Dict, ast.NamedExpr)) or getattr(parent, "attr", None) == "ndim"
 
 
 def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:

@@ -1217,6 +1217,22 @@ class CutsTheMask(LlamaModel):
         return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), last
 
 
+class RenamesTheMask(LlamaModel):
+    """As OPT's decoder, which counts positions by it."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        padding = attention_mask
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), padding
+
+
+class ComparesTheMask(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        padding = attention_mask == 0
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), padding
+
+
 class NamesTheArguments(LlamaDecoderLayer):
     def forward(self, hidden_states, **kwargs):
         return super().forward(hidden_states, kwargs=kwargs)
@@ -1234,6 +1250,8 @@ REFUSED_CLASSES = {
     OnlyBidirectional: "OnlyBidirectional makes masks other than causal ones with or without a window (create_bidirectional_mask)",
     NegatesTheMask: "NegatesTheMask uses the attention mask for more than attention (padding = 1 - attention_mask)",
     CutsTheMask: "CutsTheMask uses the attention mask for more than attention (last = attention_mask[:, -1])",
+    RenamesTheMask: "RenamesTheMask uses the attention mask for more than attention (padding = attention_mask)",
+    ComparesTheMask: "ComparesTheMask uses the attention mask for more than attention (padding = attention_mask == 0)",
     NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
     HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
 }
