@@ -37,9 +37,10 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters")  # attributes of PEFT's lay
 def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
     """The forward of a causal language model, without logits where only the loss is needed: in training, with labels."""
     inputs = by_name(model, args, kwargs)
-    labels = inputs.get("labels")
+    labels, shift_labels = inputs.get("labels"), inputs.get("shift_labels")
     only_the_loss = (
         model.training and labels is not None and labels.shape == token_shape(inputs) and not inputs.get("output_attentions")
+        and (shift_labels is None or shift_labels.shape == labels.shape)
         and inputs.get("return_dict") is not False and inputs.get("encoder_hidden_states") is None
         and isinstance(inputs.get("logits_to_keep", 0), int) and not inputs.get("logits_to_keep")
         and model.loss_function is ForCausalLMLoss and not looks_at_rows(model.get_output_embeddings())

@@ -539,6 +539,18 @@ def test_shifted_labels_and_another_index_to_ignore():
     assert_close(loss_and_gradients(model, **inputs, labels=replaced, ignore_index=-1), expected)
 
 
+def test_shifted_labels_of_another_shape_go_upstream():
+    """Which takes those of all tokens in any shape, and refuses one label less."""
+    eager, model, _ = twins("llama")
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+    expected = loss_and_gradients(eager, **inputs, labels=labels)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels, shift_labels=shifted), expected)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(input_ids=inputs["input_ids"], labels=labels, shift_labels=labels[:, 1:].contiguous())
+
+
 def test_without_any_label():
     """As upstream: the mean of nothing is NaN, a sum over a given number of items is 0 and has zero gradients."""
     _, model, _ = twins("llama")
