@@ -351,11 +351,11 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
 
 
 def _within_documents(mask: torch.Tensor, documents: Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:
-    """A 4-D mask, bool or additive, that sees nothing of other documents; queries and keys are (B, S)."""
+    """A 4-D mask, bool or additive, that sees nothing of other documents, nor of tokens in none; queries and keys are (B, S)."""
 
     def numbers(cu_seqlens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         token = torch.arange(shape.numel(), device=mask.device)
-        return torch.bucketize(token, cu_seqlens[1:], right=True).unflatten(0, shape)
+        return torch.bucketize(token, cu_seqlens, right=True).unflatten(0, shape)
 
     number_q, number_k = numbers(documents.cu_seqlens_q, queries), numbers(documents.cu_seqlens_k, keys)
     same = number_q[:, None, :, None] == number_k[:, None, None, :]
@@ -493,8 +493,8 @@ def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window
         _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], *settings)
         for q0, q1, k0, k1 in zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
     ]
-    out = torch.cat(pieces, 1)
-    return F.pad(out, (0, 0, 0, 0, 0, tokens_q.shape[1] - out.shape[1])).squeeze(0).unflatten(0, q.shape[:2])
+    out = F.pad(torch.cat(pieces, 1), (0, 0, 0, 0, bounds_q[0], tokens_q.shape[1] - bounds_q[-1]))  # tokens in no document
+    return out.squeeze(0).unflatten(0, q.shape[:2])
 
 
 def is_paged(cache: Any) -> bool:

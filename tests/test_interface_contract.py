@@ -790,15 +790,15 @@ def test_a_4d_mask_goes_to_sdpa_with_one_warning(form, notices, device):
 
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_documents_beside_a_4d_mask(form, device):
-    """Both count."""
+    """Both count, also where the first tokens are of no document."""
     q, k, v = qkv(device, batch=1)
     visible = torch.rand(1, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     visible |= torch.eye(SEQLEN, dtype=torch.bool, device=device)
     mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, torch.finfo(torch.float32).min)
-    bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
-    number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds[1:], right=True)
+    bounds = torch.tensor([2, 5, SEQLEN], dtype=torch.int32, device=device)
+    number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds, right=True)
     found = attention(Layer(), q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
-    assert_close(found, expected(q, k, v, visible & (number == number.unsqueeze(1))))
+    assert_close(found, expected(q, k, v, visible & (number == number.unsqueeze(1))), (number > 0).unsqueeze(0))
 
 
 def test_a_4d_mask_of_integers_is_refused(device):
@@ -868,14 +868,14 @@ def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, devic
         mask = tiny.attention_mask("holes", device).bool()
         visible, rows = visible & mask[:, None, None, :], mask
     if kind == "documents":
-        bounds = torch.tensor([0, 5, 12, 24, 40], dtype=torch.int32, device=device)  # not all tokens: the rest is no document
+        bounds = torch.tensor([2, 5, 12, 24, 40], dtype=torch.int32, device=device)  # not all tokens: the rest is no document
         kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 16, "max_length_k": 16}
-        number = torch.bucketize(torch.arange(BATCH * SEQLEN, device=device), bounds[1:].long(), right=True)
+        number = torch.bucketize(torch.arange(BATCH * SEQLEN, device=device), bounds.long(), right=True)
         q, k, v = (x.transpose(1, 2).reshape(1, BATCH * SEQLEN, -1, 520).transpose(1, 2) for x in (q, k, v))
         visible = causal_band(BATCH * SEQLEN, BATCH * SEQLEN, device) & (number == number.unsqueeze(1))
         if window:
             visible = visible & torch.ones_like(visible).triu(1 - window)
-        rows = (number < 4).unsqueeze(0)
+        rows = ((number > 0) & (number < 5)).unsqueeze(0)
     out = attention(Layer(), q, k, v, mask, sliding_window=window, **kwargs)
     assert_close(out, expected(q, k, v, visible), rows)
     assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
