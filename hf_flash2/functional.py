@@ -368,9 +368,12 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
     if cu_seqlens.device != x.device or not cu_seqlens.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on {x.device}, got strides {list(cu_seqlens.stride())} on {cu_seqlens.device}")
     if has_known_values(cu_seqlens):
-        values = cu_seqlens.tolist()
-        if values[0] < 0 or values[-1] > x.shape[0] or any(a > b for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"{name} must rise, from 0 or more to at most the {x.shape[0]} tokens given, got {values}")
+        check_rises(name, cu_seqlens.tolist(), x.shape[0])
+
+
+def check_rises(name: str, cu_seqlens: list[int], tokens: int) -> None:
+    if cu_seqlens[0] < 0 or cu_seqlens[-1] > tokens or any(a > b for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+        raise ValueError(f"{name} must rise, from 0 or more to at most the {tokens} tokens given, got {cu_seqlens}")
 
 
 def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:

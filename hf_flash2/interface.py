@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import context_parallel, ops, packing, tracing
-from .functional import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from .functional import check_rises, flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
 from .masks import (
     ATTRIBUTE,
@@ -488,6 +488,8 @@ def _sdpa_documents(q, k, v, documents, dropout, scaling, causal, sliding_window
     """One document after the other. Reads the lengths, so it synchronises with the host."""
     tokens_q, tokens_k, tokens_v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     bounds_q, bounds_k = documents.cu_seqlens_q.tolist(), documents.cu_seqlens_k.tolist()
+    check_rises("cu_seqlens_q", bounds_q, tokens_q.shape[1])
+    check_rises("cu_seqlens_k", bounds_k, tokens_k.shape[1])
     settings = (None, None, None, dropout, scaling, causal, sliding_window, s_aux, softcap)
     pieces = [
         _sdpa(tokens_q[:, q0:q1], tokens_k[:, k0:k1], tokens_v[:, k0:k1], *settings)

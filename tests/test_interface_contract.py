@@ -881,6 +881,16 @@ def test_what_no_kernel_can_run_stays_exact_on_sdpa(kind, window, notices, devic
     assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
 
 
+@pytest.mark.parametrize("bounds", [[0, 5, SEQLEN + 1], [0, 6, 4, SEQLEN]], ids=str)
+def test_bounds_that_no_document_has_are_refused_on_sdpa_too(bounds, device):
+    q, k, v = qkv(device, batch=1, head_dim=520)
+    wrong = torch.tensor(bounds, dtype=torch.int32, device=device)
+    right = torch.linspace(0, SEQLEN, len(bounds), device=device).int()
+    for name, given in {"q": (wrong, right), "k": (right, wrong)}.items():
+        with pytest.raises(ValueError, match=rf"cu_seqlens_{name} must rise, .* at most the {SEQLEN} tokens given, got \[0, "):
+            attention(Layer(), q, k, v, cu_seq_lens_q=given[0], cu_seq_lens_k=given[1])
+
+
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 
