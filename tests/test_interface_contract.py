@@ -40,9 +40,11 @@ def qkv(device, seqlen_q=SEQLEN, seqlen_k=SEQLEN, heads=4, heads_k=2, head_dim=1
 
 
 def expected(q, k, v, visible: torch.Tensor, scaling=None, sinks: torch.Tensor | None = None, softcap: float | None = None) -> torch.Tensor:
-    """[B, Sq, H, D], by the formula, in float32. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0. sinks: [H]"""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
-    scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    """[B, Sq, H, D], by the formula, in float32 at least. visible: bool, broadcast to [B, H, Sq, Sk]. Rows that see nothing are 0. sinks:
+    [H]"""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).to(dtype) for x in (k, v))
+    scores = q.to(dtype) @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = (torch.tanh(scores / softcap) * softcap if softcap else scores).masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
@@ -223,6 +225,16 @@ def test_a_step_from_pages(options, device):
         assert_close(out[:, i : i + 1], expected(q[:, :, i : i + 1], keys, values, visible, **others))
 
 
+def test_a_step_from_pages_of_another_dtype(device):
+    """A cache in a half type beside a float32 query, as layer norms in float32 leave it."""
+    (q, k, v), given = pages(device, [7, 130])
+    half = {name: given[name].half() for name in ("k_cache", "v_cache")}
+    tensors = [x.half() for x in (q, k, v)]
+    wanted = attention(Layer(), *tensors, **given | {name: x.clone() for name, x in half.items()})
+    out = attention(Layer(), *(x.float() for x in tensors), **given | half)
+    assert out.dtype == torch.float32 and torch.equal(out, wanted.float())
+
+
 def test_pages_that_cannot_be_decoded_from_say_what_to_do(device):
     (q, k, v), given = pages(device, [3, 4])
     with pytest.raises(ValueError, match=r"Layer was given a block_table without k_cache .*max_blocks_per_request=0"):
@@ -288,13 +300,15 @@ def test_deterministic_reaches_the_kernel(device, monkeypatch):
     assert seen == [True, False, False]
 
 
-def test_dropout_reaches_the_kernel(device):
-    q, k, v = qkv(device)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("head_dim", [16, 520], ids=["kernel", "sdpa"])
+def test_dropout_is_handed_on(head_dim, softcap, device):
+    q, k, v = qkv(device, head_dim=head_dim)
     torch.manual_seed(1)
-    dropped = attention(Layer(), q, k, v, dropout=0.5)
-    assert not torch.allclose(dropped, attention(Layer(), q, k, v))
+    dropped = attention(Layer(), q, k, v, dropout=0.5, softcap=softcap)
+    assert not torch.allclose(dropped, attention(Layer(), q, k, v, softcap=softcap))
     torch.manual_seed(1)
-    assert torch.equal(dropped, attention(Layer(), q, k, v, dropout=0.5))
+    assert torch.equal(dropped, attention(Layer(), q, k, v, dropout=0.5, softcap=softcap))
 
 
 # ------------------------------------------------------------------------------------------------------------------------------------ masks
@@ -903,13 +917,21 @@ def test_values_wider_than_any_kernel_stay_exact_on_sdpa(notices, device):
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
-def test_capped_rows_that_see_nothing_are_zero(form, device):
+def test_capped_rows_that_see_nothing_are_zero(form, notices, device):
     q, k, v = qkv(device)
     visible = causal_band(device=device).expand(BATCH, 1, -1, -1) & (torch.arange(SEQLEN, device=device) > 1)
     mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
     out = attention(Layer(), q, k, v, mask, softcap=3.0)
     assert not out[:, :2].any()
     assert_close(out, expected(q, k, v, visible, softcap=3.0))
+    assert "on operators of torch, as scaled_dot_product_attention caps no scores" in notices()[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_float64_stays_float64_on_sdpa(softcap, device):
+    q, k, v = (x.double() for x in qkv(device, head_dim=520))
+    found = attention(Layer(), q, k, v, softcap=softcap)
+    torch.testing.assert_close(found, expected(q, k, v, causal_band(device=device), softcap=softcap), rtol=1e-12, atol=1e-12)
 
 
 def test_queries_are_the_last_keys_on_sdpa_too(device):
@@ -978,6 +1000,8 @@ def test_documents_by_cu_seqlens_of_queries_and_keys(device):
     assert_close(attention(Layer(), q, k, v, is_causal=False, **kwargs), wanted)
     without_lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     assert_close(attention(Layer(), q, k, v, is_causal=False, **without_lengths), wanted)
+    rows = (x.transpose(1, 2).reshape(SEQLEN // 2, 2, -1, 16).transpose(1, 2) for x in (q, k, v))  # documents are longer than one
+    assert_close(attention(Layer(), *rows, is_causal=False, **without_lengths), wanted.reshape(SEQLEN // 2, 2, -1, 16))
 
 
 def test_documents_beside_a_mask_without_padding(device):
@@ -1009,7 +1033,7 @@ def test_documents_of_queries_beside_those_of_other_keys(device):
 def test_documents_are_not_divided_by_data_parallel(device):
     q, k, v = qkv(device, batch=1)
     replica = Layer()._replicate_for_data_parallel()
-    for first, last in ((0, SEQLEN - 2), (SEQLEN, 2 * SEQLEN)):
+    for first, last in ((0, SEQLEN - 2), (2, SEQLEN), (SEQLEN, 2 * SEQLEN)):
         bounds = torch.tensor([first, first + 5, last], dtype=torch.int32, device=device)
         with pytest.raises(ValueError, match=f"DataParallel cannot divide .* 12 tokens, and cu_seq_lens from {first} to {last};"):
             attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
