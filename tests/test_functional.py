@@ -62,6 +62,12 @@ def test_returns_out_alone_or_with_lse(device):
     assert lse.shape == (4, 10)
 
 
+def test_deterministic_may_be_none(device):
+    """Then torch.use_deterministic_algorithms alone decides."""
+    q, k, v = (torch.randn(1, 4, 2, 16, device=device, dtype=torch.bfloat16) for _ in range(3))
+    assert torch.equal(flash_attn_func(q, k, v, deterministic=None), flash_attn_func(q, k, v))
+
+
 @pytest.mark.parametrize("head_dim", (16, 20))
 def test_default_scale_is_that_of_the_given_head_dim(head_dim, device):
     """Also where the head dim is zero-padded (20 runs as 24)."""
