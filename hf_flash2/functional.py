@@ -372,6 +372,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> N
 
 
 def check_rises(name: str, cu_seqlens: list[int], tokens: int) -> None:
+    """Raise ValueError unless the bounds of sequences rise, within that many tokens."""
     if cu_seqlens[0] < 0 or cu_seqlens[-1] > tokens or any(a > b for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         raise ValueError(f"{name} must rise, from 0 or more to at most the {tokens} tokens given, got {cu_seqlens}")
 
