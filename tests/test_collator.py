@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import UserDict
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,12 @@ def test_padded_examples_of_any_type(convert):
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 4]
 
 
+def test_examples_that_are_no_dict_or_have_nothing_under_a_name():
+    """As tokenizers give them, and datasets whose other rows have labels."""
+    example = UserDict(input_ids=[5, 6], labels=None, attention_mask=None)
+    assert PackingCollator()([example])["labels"].tolist() == [[-100, 6]]
+
+
 def test_examples_stay_as_they_were():
     example = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, 6])}
     PackingCollator()([example])
@@ -144,6 +151,7 @@ def test_truncation_is_asked_for():
     [
         ([], "without a token, got 0 examples"),
         ({"input_ids": [[1, 2], [3]]}, "takes a list of examples, each a mapping with its input_ids, got one dict"),
+        (UserDict(input_ids=[[1, 2], [3]]), "each a mapping with its input_ids, got one UserDict"),
         ([[1, 2], [3]], "takes a list of examples, each a mapping with its input_ids, got a list among them"),
         ([{"input_ids": [1]}, None], "each a mapping with its input_ids, got a NoneType among them"),
         ([{"input_ids": []}], "without a token, got 1 examples"),
@@ -369,6 +377,18 @@ def test_what_remains_can_be_dropped():
     kept = sum(lengths) - sum(lengths[index] for index in list(whole)[-1])
     assert dropped.fill == pytest.approx(kept / (128 * len(dropped)))
     assert list(PackingBatchSampler([], 128)) == list(PackingBatchSampler([5], 128, drop_last=True)) == []
+
+
+def test_the_batch_of_what_remains_comes_anywhere_or_not_at_all():
+    """All batches are shuffled, and drop_last leaves out that one."""
+    whole, dropped = (PackingBatchSampler([4] * 17, 8, drop_last=drop) for drop in (False, True))
+    places = set()
+    for epoch in range(8):
+        whole.set_epoch(epoch)
+        dropped.set_epoch(epoch)
+        places.add([len(batch) for batch in whole].index(1))
+        assert [len(batch) for batch in dropped] == [2] * 8
+    assert len(places) > 1
 
 
 def test_sampler_refuses():

@@ -1,5 +1,6 @@
 """The attention and the mask function by themselves: arguments honoured or refused, masks of every origin, dtypes, notices."""
 
+import functools
 import gc
 import importlib
 import sys
@@ -133,6 +134,16 @@ def test_a_window_of_w_tokens_includes_the_token_itself(causal, device):
         assert_close(attention(Layer(), q, k, v, mask, is_causal=causal, sliding_window=4), wanted, mask)
 
 
+class DiffusionGemmaDecoderTextAttention(Layer):
+    """Known by its name."""
+
+
+def test_a_layer_that_hands_on_the_window_of_an_encoder_has_none(device):
+    q, k, v = qkv(device)
+    found = attention(DiffusionGemmaDecoderTextAttention(), q, k, v, sliding_window=4)
+    assert_close(found, expected(q, k, v, causal_band(device=device)))
+
+
 def test_queries_are_the_last_keys(device):
     q, k, v = qkv(device, seqlen_q=3)
     assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(3, device=device)))
@@ -223,6 +234,48 @@ def test_a_step_from_pages(options, device):
         others = {theirs: options[ours] for ours, theirs in names.items() if ours in options}
         keys, values = (row.transpose(0, 1).unsqueeze(0) for row in rows)
         assert_close(out[:, i : i + 1], expected(q[:, :, i : i + 1], keys, values, visible, **others))
+
+
+def test_what_was_read_from_a_paged_cache_needs_no_mask(device):
+    """That of its forward is of the queries alone."""
+    q, k, v = qkv(device, batch=1, seqlen_q=5)
+    bounds_q, bounds_k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in ([0, 2, 5], [0, 7, SEQLEN]))
+    given = {"cu_seq_lens_q": bounds_q, "cu_seq_lens_k": bounds_k, "max_length_q": 3, "max_length_k": 7}
+    given |= {name: torch.arange(5, device=device) for name in ("read_index", "write_index")}
+    mask = torch.ones(1, 5, dtype=torch.bool, device=device)
+    found = attention(Layer(config=SimpleNamespace()), q, k, v, mask, **given)
+    wanted = [
+        expected(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], causal_band(q1 - q0, k1 - k0, device))
+        for q0, q1, k0, k1 in ((0, 2, 0, 7), (2, 5, 7, SEQLEN))
+    ]
+    assert_close(found, torch.cat(wanted, 1))
+
+
+class PagedCacheBefore523:
+    """Which is given where to read and write, and gives back all that the batch reads, tokens first."""
+
+    def __init__(self, k, v):
+        self.read = k[0].transpose(0, 1), v[0].transpose(0, 1)
+
+    def update(self, key_states, value_states, layer_idx, read_index, write_index):
+        assert (layer_idx, read_index, write_index) == (0, "read", "write")
+        return self.read
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_paged_cache_that_says_lengths_by_the_type_of_layer(window, device):
+    q, k, v = qkv(device, batch=1, seqlen_q=5)
+    bounds_q, *bounds_k = (torch.tensor(b, dtype=torch.int32, device=device) for b in ([0, 2, 5], [0, 7, SEQLEN], [0, 4, SEQLEN]))
+    kinds = ("full_attention", "sliding_attention")
+    given = {"cu_seq_lens_q": bounds_q, "cu_seq_lens_k": dict(zip(kinds, bounds_k, strict=True)), "max_seqlen_q": 3}
+    given |= {"max_seqlen_k": dict(zip(kinds, (7, 8), strict=True)), "read_index": "read", "write_index": "write"}
+    layer = Layer(config=SimpleNamespace(), sliding_window=window)
+    found = attention(layer, q, k[:, :, :5], v[:, :, :5], cache=PagedCacheBefore523(k, v), sliding_window=window, **given)
+    end = 4 if window else 7
+    for q0, q1, k0, k1 in ((0, 2, 0, end), (2, 5, end, SEQLEN)):
+        visible = causal_band(q1 - q0, k1 - k0, device)
+        visible = visible.triu(k1 - k0 - (q1 - q0) + 1 - window) if window else visible
+        assert_close(found[:, q0:q1], expected(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], visible))
 
 
 def test_a_step_from_pages_of_another_dtype(device):
@@ -526,6 +579,38 @@ def test_ranges_of_a_copied_mask_are_derived_once_too(tokens, device, monkeypatc
     assert len(made) == 1
 
 
+def test_documents_of_a_copied_mask_are_looked_at_once_too(device, monkeypatch):
+    made = []
+    find = packing.documents_from_starts
+    monkeypatch.setattr(packing, "documents_from_starts", lambda starts: made.append(1) or find(starts))
+    number = (torch.arange(SEQLEN, device=device) >= 5).int().unsqueeze(0)
+    mask_function = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(number))
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MistralConfig())
+    mask = WithoutAttribute(masks.hf_flash2_mask(**arguments))
+    assert mask.dtype == torch.uint8
+    for _ in range(3):
+        attention(Layer(), *qkv(device), mask)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_layers_under_one_mask_may_have_other_windows_and_queries(causal, padding, device):
+    """What was derived for one of them is not what another needs."""
+    given = tiny.attention_mask(padding, device).bool()
+    mask_function = masking_utils.causal_mask_function if causal else getattr(masking_utils, "bidirectional_mask_function", None)
+    if mask_function is None:
+        pytest.skip("Transformers 5")
+    mask = masks.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function), attention_mask=given)
+    q, k, v = qkv(device)
+    distance = torch.arange(SEQLEN, device=device) - torch.arange(SEQLEN, device=device).unsqueeze(1)
+    full = (distance <= 0 if causal else distance < SEQLEN) & given[:, None, None, :]
+    for window, queries in ((None, SEQLEN), (4, SEQLEN), (4, 3), (None, 3)):
+        visible = full & (distance.abs() < (window or SEQLEN))
+        found = attention(Layer(causal), q[:, :, -queries:], k, v, mask, sliding_window=window)
+        assert_close(found, expected(q, k, v, visible)[:, -queries:], given[:, -queries:])
+
+
 # ------------------------------------------------------------------------------------------------------------------- patterns and 4-D masks
 
 
@@ -562,6 +647,9 @@ PATTERNS = {
         masking_utils.sliding_window_causal_mask_function(5), lambda *indices: torch.tensor(True, device=device)
     ),
     "chunks": lambda device: masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64, device=device)),
+    "a causal pattern that is no plain function, and a prefix": lambda device: masking_utils.or_masks(
+        functools.partial(masking_utils.causal_mask_function), everything_visible_before(4)
+    ),
     "overlay on a window": lambda device: masking_utils.and_masks(
         masking_utils.sliding_window_causal_mask_function(5), lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx != 2
     ),
@@ -630,7 +718,16 @@ UNIONS_AND_WINDOWS = {  # with layers that hand on a window of 5, and use_vmap w
         ),
         True,
     ),
+    "half a window of all tokens": lambda w, both, device: (
+        masking_utils.and_masks(masking_utils.sliding_window_overlay(5), masking_utils.bidirectional_mask_function),
+        False,
+    ),
     "somebody's own window": lambda w, both, device: (w(3), False),
+    "somebody's own, of all tokens but one": lambda w, both, device: (w(SEQLEN - 1), False),
+    "chunks, of all tokens but one": lambda w, both, device: (
+        masking_utils.chunked_causal_mask_function(SEQLEN - 1, torch.zeros(BATCH, dtype=torch.int64, device=device)),
+        True,
+    ),
     "a narrower one": lambda w, both, device: (masking_utils.and_masks(w(5), masking_utils.sliding_window_overlay(3)), False),
 }
 
@@ -669,6 +766,30 @@ def test_a_window_of_two_sides_is_that_of_gemma_alone(visible, module, name, dev
             masks.hf_flash2_mask(**arguments | {"config": tiny.config("qwen2_moe", sliding_window=5)}, allow_is_causal_skip=False).dim()
             == 4
         )
+
+
+@NEEDS_5
+@pytest.mark.parametrize(("window", "dims"), [(SEQLEN, 2), (SEQLEN - 1, 4)])
+def test_a_window_of_two_sides_is_none_where_layers_see_all_keys(window, dims, device):
+    """Layers count the token itself, masks do not: of one token less they would leave out the last, whatever may be skipped."""
+    mask_function = masking_utils.sliding_window_bidirectional_overlay(window)
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=MISTRAL)
+    assert masks.hf_flash2_mask(**arguments, allow_is_bidirectional_skip=True).dim() == dims
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="as of Transformers 5.24")
+def test_documents_within_those_that_transformers_has_found(device):
+    """Somebody's own, of positions: both keep tokens apart."""
+    number = torch.tensor([[0] * 6 + [1] * 6], device=device)
+    positions, inner = torch.arange(SEQLEN, device=device)[None] % 6, torch.arange(SEQLEN, device=device)[None] // 2
+    within = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(inner))
+    mask_function = masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(within, positions), masking_utils.packed_sequence_mask_function(number)
+    )
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, use_vmap=True) | {"batch_size": 1}
+    mask = masks.hf_flash2_mask(**arguments, allow_is_causal_skip=False)
+    apart = torch.arange(SEQLEN, device=device) // 2  # documents of two tokens
+    assert torch.equal(mask, (causal_band(device=device) & (apart == apart.unsqueeze(1)))[None, None])
 
 
 @pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="as of Transformers 5.24")
@@ -729,6 +850,8 @@ WHAT_LAYERS_SAY = {  # source of a modeling module -> whether a mask that is cau
     "not causal, in a call": ("attend(q, is_causal=False)", True, True),
     "now this, now that": ("self.is_causal = True\n    self.is_causal = False", True, True),
     "what the config says": ("self.is_causal = config.is_decoder", True, True),
+    "what the config says, in a constant": ("self.is_causal = True if config.is_decoder else False", True, True),
+    "what the caller says": ("def attend(q, is_causal: bool | None = None): pass", True, True),
     None: (None, True, True),
 }
 
@@ -784,18 +907,32 @@ def test_patterns_while_compiling(overlay, device, monkeypatch):
     assert mask.dim() == (2 if overlay == "sliding window" else 4)
 
 
+@NEEDS_5
+@pytest.mark.parametrize(("window", "dims"), [(SEQLEN, 2), (SEQLEN - 1, 4)])
+def test_a_window_that_is_only_in_the_mask_while_compiling(window, dims, device, monkeypatch):
+    """It is none where it holds all keys."""
+    tiny.model("qwen2_moe")  # so that the source of its layers is at hand
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask_function = masking_utils.sliding_window_causal_mask_function(window)
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, local_size=window)
+    arguments |= {"config": tiny.config("qwen2_moe", sliding_window=window), "allow_is_causal_skip": True, "use_vmap": False}
+    mask = masks.hf_flash2_mask(attention_mask=tiny.attention_mask("left", device).bool(), **arguments)
+    assert mask.dim() == dims
+
+
 def test_one_chunk_is_plainly_causal(device):
     mask_function = masking_utils.chunked_causal_mask_function(SEQLEN, torch.zeros(BATCH, dtype=torch.int64))
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
     assert masks.hf_flash2_mask(**arguments, config=MistralConfig()) is None
 
 
-@pytest.mark.parametrize("form", ["bool", "float"])
+@pytest.mark.parametrize("form", ["bool", "float", "double"])
 def test_a_4d_mask_goes_to_sdpa_with_one_warning(form, notices, device):
     q, k, v = qkv(device)
     visible = torch.rand(BATCH, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     visible[..., 0] = True
     mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = mask.double() if form == "double" else mask
     longer = F.pad(mask, (0, 3))  # as models slice them: keys beyond the cache do not count
     for given in (mask, longer):
         assert_close(attention(Layer(), q, k, v, given), expected(q, k, v, visible))
@@ -813,6 +950,14 @@ def test_documents_beside_a_4d_mask(form, device):
     number = torch.bucketize(torch.arange(SEQLEN, device=device), bounds, right=True)
     found = attention(Layer(), q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     assert_close(found, expected(q, k, v, visible & (number == number.unsqueeze(1))), (number > 0).unsqueeze(0))
+
+
+def test_documents_beside_a_mask_for_sdpa_leave_it_its_reason(notices, device):
+    q, k, v = qkv(device, batch=1)
+    bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+    mask = masks.attach(causal_band(device=device)[None, None], masks.UNSAID_WINDOW)
+    attention(Layer(), q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    assert len(notices()) == 1 and "its layers leave their sliding window to the mask" in notices()[0]
 
 
 def test_a_4d_mask_of_integers_is_refused(device):
@@ -908,9 +1053,10 @@ def test_bounds_that_no_document_has_are_refused_on_sdpa_too(bounds, device):
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 
-def test_values_wider_than_any_kernel_stay_exact_on_sdpa(notices, device):
-    q, k, _ = qkv(device)
-    v = torch.randn(BATCH, 2, SEQLEN, 520, device=device).to(DTYPE)
+@pytest.mark.parametrize("wide", ["queries and keys", "values"])
+def test_heads_wider_than_any_kernel_stay_exact_on_sdpa(wide, notices, device):
+    (q, k, v), (wide_q, wide_k, wide_v) = qkv(device), qkv(device, head_dim=520)
+    q, k, v = (q, k, wide_v) if wide == "values" else (wide_q, wide_k, v)
     assert_close(attention(Layer(), q, k, v), expected(q, k, v, causal_band(device=device)))
     assert hf_flash2.last_backend() == "sdpa"
     assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
@@ -1038,6 +1184,8 @@ def test_documents_are_not_divided_by_data_parallel(device):
         with pytest.raises(ValueError, match=f"DataParallel cannot divide .* 12 tokens, and cu_seq_lens from {first} to {last};"):
             attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     bounds = torch.tensor([0, SEQLEN], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="this one has 12 tokens, and cu_seq_lens from 0 to 24;"):  # of the keys alone
+        attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=2 * bounds)
     assert_close(attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds), expected(q, k, v, causal_band(device=device)))
 
 
@@ -1084,6 +1232,14 @@ def test_position_ids_that_say_nothing_about_documents(position_ids, device):
     assert_close(found, expected(q, k, v, causal_band(device=device)))
 
 
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_restarting_positions_of_several_rows_are_no_documents(rows, device):
+    """Where the mask does not say so: eager attention takes none of them for documents either."""
+    q, k, v = qkv(device)
+    found = attention(Layer(), q, k, v, position_ids=(torch.arange(SEQLEN, device=device) % 5).expand(rows, -1))
+    assert_close(found, expected(q, k, v, causal_band(device=device)))
+
+
 def test_restarting_positions_beside_a_cache_are_no_documents(device):
     q, k, v = qkv(device, batch=1, seqlen_q=4)
     found = attention(Layer(), q, k, v, position_ids=torch.tensor([[0, 1, 0, 1]], device=device))
@@ -1105,11 +1261,12 @@ def test_documents_travel_in_the_mask(lost, device):
     assert calls[layer] == ["documents"]
 
 
-def test_documents_of_queries_are_not_those_of_more_keys(device):
+@pytest.mark.parametrize(("queries", "keys"), [(5, SEQLEN), (SEQLEN, 5)])
+def test_documents_of_queries_are_not_those_of_other_keys(queries, keys, device):
     """As PEFT's prefix tuning makes them of a packed batch."""
-    q, k, v = qkv(device, batch=1, seqlen_q=5)
+    q, k, v = qkv(device, batch=1, seqlen_q=queries, seqlen_k=keys)
     bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=f"5 queries and {SEQLEN} keys .* prefix tuning.* needs padded batches"):
+    with pytest.raises(ValueError, match=f"{queries} queries and {keys} keys .* prefix tuning.* needs padded batches"):
         attention(Layer(), q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=3, max_length_k=3)
 
 

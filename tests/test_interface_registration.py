@@ -67,9 +67,10 @@ def test_without_transformers():
         sys.modules["transformers"] = None
         import torch, hf_flash2
         q = torch.randn(1, 3, 2, 8)
-        print(hf_flash2.flash_attn_func(q, q, q).shape == q.shape, hf_flash2.registration_state()["registered"])
+        state = hf_flash2.registration_state()
+        print(hf_flash2.flash_attn_func(q, q, q).shape == q.shape, state["registered"], state["problems"])
     """
-    assert run_in_fresh_process(code) == "True False"
+    assert run_in_fresh_process(code) == "True False []"
 
 
 def test_with_a_transformers_that_cannot_be_imported(tmp_path):
@@ -99,6 +100,9 @@ def test_registering_twice_wraps_once():
 def test_registration_state():
     state = hf_flash2.registration_state()
     assert state["transformers"] == transformers.__version__
+    assert (
+        state["names"] == ["hf_flash2", "paged|hf_flash2"] == [*filter(transformers.AttentionMaskInterface().__contains__, state["names"])]
+    )
     assert state["registered"] and state["problems"] == [] and all(state["wrapped"].values()) and len(state["wrapped"]) == 3
     json.dumps(state)
 
@@ -109,6 +113,14 @@ def test_the_import_hook_gives_our_functions_in_the_form_this_version_takes():
         functions = utils._lazy_imports(name)
         assert len(functions) == (5 if hasattr(utils, "_flash_with_kvcache_fn") else 4)
         assert functions[:2] == (hf_flash2.flash_attn_func, hf_flash2.flash_attn_varlen_func)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.modeling_flash_attention_utils, "_flash_with_kvcache_fn"), reason="this Transformers asks for no such function"
+)
+def test_a_cache_that_hands_no_block_tables_on_is_not_decoded_from(monkeypatch):
+    monkeypatch.setattr(registration, "takes_kwargs", lambda cache_class: False)
+    assert transformers.modeling_flash_attention_utils._lazy_imports("hf_flash2")[2] is None
 
 
 def test_the_import_hook_gives_others_theirs():
@@ -128,13 +140,14 @@ def test_whoever_takes_the_name_after_us_has_it(monkeypatch):
     assert not state["registered"] and "hf_flash2" not in state["names"]
 
 
-def test_a_missing_target_is_explained_when_the_name_is_used(monkeypatch):
+@pytest.mark.parametrize("kind", [ValueError, ImportError])
+def test_a_missing_target_is_explained_when_the_name_is_used(kind, monkeypatch):
     monkeypatch.setattr(registration, "_problems", [])
     registration._wrap(types.SimpleNamespace(__name__="somewhere"), "_lazy_imports", registration._admitting)
     assert "somewhere._lazy_imports" in registration._problems[0]
 
     def refuses(self, implementation):
-        raise ValueError("not a kernel of the hub")
+        raise kind("not a kernel of the hub")
 
     with pytest.raises(ValueError, match="not fully registered: transformers .* has no somewhere._lazy_imports"):
         registration._gated(refuses)(tiny.model("llama", "eager"), "hf_flash2")
@@ -184,6 +197,12 @@ if VERSION < (5, 24):
 def test_models_that_cannot_be_served_are_refused(family):
     with pytest.raises(ValueError, match=f"cannot run with attn_implementation=.*{REFUSED[family]}"):
         tiny.model(family)
+
+
+def test_the_name_of_continuous_batching_is_refused_and_admitted_as_ours():
+    with pytest.raises(ValueError, match="cannot run with attn_implementation=.*_supports_flash_attn"):
+        tiny.model("bloom", "eager").get_correct_attn_implementation("paged|hf_flash2")
+    assert tiny.model("gpt_oss", "eager").get_correct_attn_implementation("paged|hf_flash2") == "paged|hf_flash2"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +264,12 @@ def test_only_sinks_are_served_beside_a_list_of_compatible_implementations(calls
     assert reason is None if served else "accepts only somebody/sparse" in reason
 
 
+def test_a_model_that_lists_us_is_served():
+    model = tiny.model("llama", "eager")
+    model._compatible_flash_implementations = ["somebody/sparse", "hf_flash2"]
+    assert registration.reason_model_unsupported(model) is None
+
+
 def test_switching_a_model_that_cannot_be_served():
     model = tiny.model("llama", "eager")
     model._compatible_flash_implementations = ["somebody/sparse"]
@@ -271,6 +296,23 @@ def test_trl_learns_our_name_when_it_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", trainer)
     tiny.model("llama")
     assert "hf_flash2" in trainer.FLASH_ATTENTION_VARIANTS and hf_flash2.registration_state()["trl"]
+
+
+def test_a_trl_that_keeps_names_in_another_form_is_left_alone(monkeypatch):
+    trainer = types.ModuleType("trl.trainer.sft_trainer")
+    trainer.FLASH_ATTENTION_VARIANTS = ("flash_attention_2",)
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", trainer)
+    tiny.model("llama")
+    assert trainer.FLASH_ATTENTION_VARIANTS == ("flash_attention_2",) and not hf_flash2.registration_state()["trl"]
+
+
+def test_a_trainer_of_a_time_before_context_parallelism_lacks_nothing(monkeypatch):
+    monkeypatch.setattr(registration, "_problems", [])
+    module = types.ModuleType("transformers.trainer")
+    module.Trainer = type("Trainer", (), {})
+    monkeypatch.setitem(sys.modules, "transformers.trainer", module)
+    tiny.model("llama")
+    assert hf_flash2.registration_state()["problems"] == []
 
 
 def test_trainer_and_accelerate_are_joined_when_they_are_loaded(monkeypatch):

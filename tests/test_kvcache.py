@@ -311,6 +311,15 @@ def test_lengths_may_be_one_number_or_none(device):
     assert torch.equal(flash_attn_with_kvcache(q, k, v), hf_flash2.flash_attn_func(q, k, v))
 
 
+def test_lengths_may_lie_apart(device):
+    """Kernels read them one after the other."""
+    q, k, v = (torch.randn(2, n, 2, 64, device=device).to(DTYPES[0]) for n in (1, 20, 20))
+    apart = torch.tensor([7, 1, 20, 1], dtype=torch.int32, device=device)[::2]
+    found, expected = (flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) for lengths in (apart, apart.contiguous()))
+    assert torch.equal(found, expected)
+    assert kvcache._check_lengths(apart, 2, apart.device, needed=True).is_contiguous()
+
+
 @pytest.fixture
 def nobody_looks(monkeypatch):
     """At lengths and pages, as on a GPU."""
@@ -340,6 +349,13 @@ def test_a_number_beyond_the_cache_is_refused(lengths, device):
         flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=lengths)
     assert not caches.any()
     flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=6)
+
+
+def test_no_sequence_is_any_number_below_zero(device):
+    """Nothing of it is written, though its new tokens are more than the cache holds."""
+    new, caches = torch.ones(2, 10, 2, 64, device=device, dtype=DTYPES[0]), torch.zeros(2, 2, 8, 2, 64, device=device, dtype=DTYPES[0])
+    out, lse = flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=-(2**40), return_softmax_lse=True)
+    assert not out.any() and lse.isposinf().all() and not caches.any()
 
 
 @pytest.mark.parametrize("name", ["append", "paged_forward"])

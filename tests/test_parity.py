@@ -33,12 +33,33 @@ def test_a_seed_repeats_the_answer_and_leaves_nothing_behind(device):
     assert first.logits.eager_max == second.logits.eager_max and torch.get_default_dtype() == torch.float32
 
 
+def test_both_are_held_against_the_same_model_in_float64(device, monkeypatch):
+    runs, results = [], parity.logits_and_gradients
+
+    def recorded(model, *args):
+        runs.append((model.dtype, model.config._attn_implementation))
+        return results(model, *args)
+
+    monkeypatch.setattr(parity, "logits_and_gradients", recorded)
+    parity.measure("llama", torch.bfloat16, "none", str(device), seqlen=16)
+    assert runs == [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.bfloat16, "hf_flash2")]
+
+
 def errors(eager: float, ours: float) -> parity.Errors:
     return parity.Errors(eager, eager, ours, ours)
 
 
 def test_the_ratio_of_errors():
     assert [errors(*pair).ratio for pair in ((0.0, 0.0), (0.0, 1e-3), (2.0, 3.0))] == [1.0, float("inf"), 1.5]
+
+
+def test_the_largest_and_the_mean_error_and_their_line():
+    found = parity.compare(torch.zeros(2), torch.tensor([0.0, -1.0]), torch.tensor([3.0, 0.0]))
+    assert found == parity.Errors(1.0, 0.5, 3.0, 1.5)
+    gradients = {"model.norm": errors(2.0, 5.0)}
+    result = parity.Parity("llama", "bfloat16", "none", "cpu", "cpu-reference", ["dense"] * parity.LAYERS, found, gradients)
+    line = ["llama", "none", "1.00e+00", "(5.00e-01)", "3.00e+00", "(1.50e+00)", "3.00", "2.50", "norm", *result.verdict.split()]
+    assert parity.format_line(result).split() == line
 
 
 NAN = float("nan")
@@ -144,6 +165,14 @@ def test_command_line(capsys):
     assert result["ok"] and result["verdict"] == "within eager's own rounding" and result["backend"] == "cpu-reference"
     assert result["ratio_logits"] == pytest.approx(result["logits"]["ours_max"] / result["logits"]["eager_max"])
     assert "transformer.h.0.attn.c_attn.weight" in result["gradients"]
+
+
+def test_the_seed_of_the_command_line_counts(capsys):
+    found = []
+    for seed in ("0", "3"):
+        run("--padding", "none", "--device", "cpu", "--seqlen", "16", "--seed", seed, "--json")
+        found += json.loads(capsys.readouterr().out)
+    assert found[0]["logits"] != found[1]["logits"]
 
 
 def test_the_exit_code_is_1_for_a_difference_that_is_not_normal(capsys, monkeypatch):

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import hf_flash2
 from hf_flash2 import kernels, notices
@@ -1144,6 +1144,62 @@ class GivesLabelsFirst(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class ScalesLogitsInPlace(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        logits.mul_(2.0)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesLogitsToAFunction(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        torch.tanh_(logits)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ScalesTheLossItReturns(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss * 2, logits=logits)
+
+
+class NamesLogitsOnTheWay(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        if (logits := logits * 2) is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ChangesSomeHiddenStates(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        hidden_states[:, 0] = 0.0
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class MakesLogitsElsewhere(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        return self.judge(hidden_states, labels)
+
+
 class AsksWhetherThereIsALoss(LlamaForCausalLM):
     def forward(self, labels=None, **kwargs):
         outputs = self.model(**kwargs)
@@ -1163,6 +1219,12 @@ KEEP_THEIR_LOSS = {
     LooksAtTheLoss: "its forward has if loss > 10000.0",
     AddsHiddenStates: "its forward has hidden_states += outputs.last_hidden_state",
     GivesLabelsFirst: "its forward has loss = self.loss_function(labels, logits, self.config.vocab_size)",
+    ScalesLogitsInPlace: "its forward has logits.mul_(2.0)",
+    GivesLogitsToAFunction: "its forward has torch.tanh_(logits)",
+    ScalesTheLossItReturns: "its forward has return CausalLMOutputWithPast(loss=loss * 2, logits=logits)",
+    NamesLogitsOnTheWay: "its forward has (logits := ",
+    ChangesSomeHiddenStates: "its forward has hidden_states[:, 0] = 0.0",
+    MakesLogitsElsewhere: "its forward does not make logits with lm_head",
     AsksWhetherThereIsALoss: None,
 }
 
@@ -1256,6 +1318,11 @@ class HandsOnOthers(LlamaDecoderLayer):
         return super().forward(hidden_states, **others)
 
 
+class KeepsThemToItself(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, attention_mask)
+
+
 # By the class that takes the place of the one of Transformers; none of them is run.
 REFUSED_CLASSES = {
     AlsoChunks: "AlsoChunks makes masks other than causal ones with or without a window (create_causal_mask, create_chunked_causal_mask)",
@@ -1266,20 +1333,35 @@ REFUSED_CLASSES = {
     ComparesTheMask: "ComparesTheMask uses the attention mask for more than attention (padding = attention_mask == 0)",
     NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
     HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
+    KeepsThemToItself: "KeepsThemToItself does not hand on the keyword arguments that tell the attention where rows begin",
 }
 
 
 @pytest.mark.parametrize("made", REFUSED_CLASSES)
 def test_forwards_that_packing_would_change_are_refused(made):
     model = small_models.model("llama")
-    (model.model.layers[1] if issubclass(made, LlamaDecoderLayer) else model.model).__class__ = made
+    places = {LlamaDecoderLayer: model.model.layers[1], LlamaAttention: model.model.layers[1].self_attn, LlamaModel: model.model}
+    places[made.__base__].__class__ = made
     assert REFUSED_CLASSES[made] in refusal(model)
 
 
-def test_a_convolution_and_positions_of_several_axes_are_refused():
+MIXERS = [torch.nn.Conv1d(2, 2, 3), torch.nn.Conv2d(1, 1, 3), torch.nn.GRU(2, 2), torch.nn.BatchNorm1d(2)]
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: type(mixer).__name__)
+def test_what_mixes_tokens_is_refused(mixer):
     model = small_models.model("llama")
-    model.model.layers[1].mlp.mixer = torch.nn.Conv1d(2, 2, 3)
+    model.model.layers[1].mlp.mixer = mixer
     assert "its layers.1.mlp.mixer mixes neighbouring tokens, which may be of different rows" in refusal(model)
+
+
+def test_a_second_attention_in_a_layer_is_refused():
+    model = small_models.model("llama")
+    model.model.layers[1].more = copy.deepcopy(model.model.layers[1].self_attn)
+    assert "it has 2 layers, and the attention of 3 runs on hf_flash2" in refusal(model)
+
+
+def test_positions_of_several_axes_are_refused():
     model = small_models.model("llama")
     setattr(model.config, "rope_parameters" if VERSION >= (5, 0) else "rope_scaling", {"rope_type": "default", "mrope_section": [2, 2, 2]})
     assert "its positions have several axes" in refusal(model)
