@@ -175,9 +175,8 @@ def _reason_loss_is_own(model_class: type) -> str | None:
                     return f"its forward has {ast.unparse(node)}"
                 makes_logits |= target.id == "logits"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
-            arguments = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg in ("logits", "labels"))]
             target = getattr(parents[node], "targets", [None])[0]
-            if [*map(ast.unparse, arguments)] != ["logits", "labels"] or not (isinstance(target, ast.Name) and target.id == "loss"):
+            if not (_is_plain_loss(node, tree.body[0].args.kwarg) and isinstance(target, ast.Name) and target.id == "loss"):
                 return f"its forward has {ast.unparse(_statement(node, parents))}"
         elif isinstance(node, ast.Name) and node.id in ("logits", "loss") and not _only_hands_on(node, parents):
             return f"its forward has {ast.unparse(_statement(node, parents))}"
@@ -188,6 +187,19 @@ def _is_plain(name: str, value: ast.AST) -> bool:
     if name == "loss" and isinstance(value, ast.Call):
         return ast.unparse(value.func) == "self.loss_function"
     return ast.unparse(value) in _PLAIN[name]
+
+
+def _is_plain_loss(call: ast.Call, keywords: ast.arg | None) -> bool:
+    """Whether the loss function gets logits, labels, the vocabulary and the forward's own keyword arguments, and nothing else."""
+    named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+    positional = [*map(ast.unparse, call.args)]
+    handed_on = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
+    return (
+        (positional[:2] or [named.get("logits"), named.get("labels")]) == ["logits", "labels"]
+        and len(positional) <= 3 and not any(isinstance(argument, ast.Starred) for argument in call.args)
+        and named.keys() <= {"logits", "labels", "vocab_size", "pad_token_id"}  # the last is XGLM's; the loss function takes no notice
+        and keywords is not None and handed_on == [keywords.arg]
+    )  # fmt: skip
 
 
 def _only_hands_on(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -1031,7 +1031,7 @@ class AsTransformers(LlamaForCausalLM):
         loss = None
         if labels is not None:
             labels = labels.to(logits.device)
-            loss = self.loss_function(logits, labels, self.config.vocab_size)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1040,7 +1040,7 @@ class AddsToTheOutput(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss + 1e-2 * logits.logsumexp(-1).square().mean(), logits=logits)
 
 
@@ -1049,7 +1049,7 @@ class AddsUnderAnotherName(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        cross_entropy = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        cross_entropy = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=cross_entropy + 1e-2 * hidden_states.square().mean(), logits=logits)
 
 
@@ -1058,7 +1058,7 @@ class AddsToTheCall(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size) + hidden_states.square().mean()
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs) + hidden_states.square().mean()
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1068,7 +1068,7 @@ class ChangesSomeLogits(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
         logits[..., :3] = -1e4
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1077,7 +1077,7 @@ class ScalesTheLogits(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits / 4.0, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits / 4.0, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1087,7 +1087,7 @@ class ShiftsTheLabels(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
         labels = labels.roll(1, 1)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1119,7 +1119,7 @@ class LooksAtTheLoss(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if loss > 1e4:
             raise RuntimeError("diverged")
         return CausalLMOutputWithPast(loss=loss, logits=logits)
@@ -1131,7 +1131,7 @@ class AddsHiddenStates(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         hidden_states += outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1140,7 +1140,7 @@ class GivesLabelsFirst(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(labels, logits, self.config.vocab_size)
+        loss = self.loss_function(labels, logits, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1150,7 +1150,7 @@ class ScalesLogitsInPlace(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
         logits.mul_(2.0)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1160,7 +1160,7 @@ class GivesLogitsToAFunction(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
         torch.tanh_(logits)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1169,7 +1169,7 @@ class ScalesTheLossItReturns(LlamaForCausalLM):
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss * 2, logits=logits)
 
 
@@ -1179,7 +1179,7 @@ class NamesLogitsOnTheWay(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
         if (logits := logits * 2) is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1189,7 +1189,7 @@ class ChangesSomeHiddenStates(LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state
         hidden_states[:, 0] = 0.0
         logits = self.lm_head(hidden_states)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1208,9 +1208,58 @@ class AsksWhetherThereIsALoss(LlamaForCausalLM):
         loss: torch.Tensor | None
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         output = (logits, outputs.past_key_values)
         return (loss, *output) if loss is not None else output
+
+
+class GivesTheLossMore(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, ignore_index=5, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesTheLossMoreByPlace(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, 7, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesTheLossLess(LlamaForCausalLM):
+    """Not what it is divided by."""
+
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesTheLossOthers(LlamaForCausalLM):
+    def forward(self, labels=None, others=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class GivesTheLossByOneName(LlamaForCausalLM):
+    """As Transformers 4 named them."""
+
+    def forward(self, labels=None, **loss_kwargs):
+        outputs = self.model(**loss_kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **loss_kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 # What is seen in the source of a forward, which is not run.
@@ -1218,7 +1267,12 @@ KEEP_THEIR_LOSS = {
     CallsTheOneItExtends: "its forward does not make logits with lm_head",
     LooksAtTheLoss: "its forward has if loss > 10000.0",
     AddsHiddenStates: "its forward has hidden_states += outputs.last_hidden_state",
-    GivesLabelsFirst: "its forward has loss = self.loss_function(labels, logits, self.config.vocab_size)",
+    GivesLabelsFirst: "its forward has loss = self.loss_function(labels, logits, self.config.vocab_size, **kwargs)",
+    GivesTheLossMore: "its forward has loss = self.loss_function(logits=logits, ",
+    GivesTheLossMoreByPlace: "its forward has loss = self.loss_function(logits, labels, self.config.vocab_size, 7, **kwargs)",
+    GivesTheLossLess: "its forward has loss = self.loss_function(logits=logits, ",
+    GivesTheLossOthers: "its forward has loss = self.loss_function(logits=logits, ",
+    GivesTheLossByOneName: None,
     ScalesLogitsInPlace: "its forward has logits.mul_(2.0)",
     GivesLogitsToAFunction: "its forward has torch.tanh_(logits)",
     ScalesTheLossItReturns: "its forward has return CausalLMOutputWithPast(loss=loss * 2, logits=logits)",
