@@ -335,8 +335,12 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
                 return _Pattern(_CUSTOM_PATTERN)
             return _Pattern(causal=False, half=True) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
         case "sliding_window_bidirectional_overlay":
-            fits = _adds_the_token_itself(type(config)) or closed_over["sliding_window"] >= keys_end
-            return _Pattern(causal=False) if fits else _Pattern(_ONE_SHORT)
+            window = closed_over["sliding_window"]
+            if window >= keys_end:
+                return _Pattern(causal=False)
+            if config is not None and getattr(config, "sliding_window", None) != window:
+                return _Pattern(_CUSTOM_PATTERN)
+            return _Pattern(causal=False) if _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
         case "and_masks":
             parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
             causal = any(part.causal for part in parts)
@@ -443,7 +447,7 @@ def _layers_agree(config_class: type, causal: bool) -> bool:
 def _told_by_layers(source: str) -> tuple[bool, ...]:
     """The one thing that the layers of a modeling module say of causality, True where they say nothing; nothing where they say now this,
     now that, or there is no source."""
-    said = {value.strip() for value in re.findall(r"\bis_causal\b(?:: [\w |]+)? ?= ?([^\n,)#]+)", source)}
+    said = {value.strip() for value in re.findall(r"\bis_causal\b(?:[\"']\]|: [\w |\[\].]+)? ?=\s*([^\n,)#]+)", source)}
     if not source:
         return ()
     if said <= {"True"}:

@@ -777,6 +777,21 @@ def test_a_window_of_two_sides_is_none_where_layers_see_all_keys(window, dims, d
     assert masks.hf_flash2_mask(**arguments, allow_is_bidirectional_skip=True).dim() == dims
 
 
+@NEEDS_5
+@pytest.mark.parametrize(("window", "seen"), [(5, 6), (3, 4)])
+def test_a_window_of_two_sides_may_be_somebodys_own(window, seen, device):
+    """ModernBERT's layers know of theirs alone, here of 5 tokens to either side."""
+    tiny.model("modernbert")  # so that the source of its layers is at hand
+    config = tiny.config("modernbert", local_attention=10)
+    mask_function = masking_utils.sliding_window_bidirectional_mask_function(window)
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, config=config, use_vmap=True)
+    mask = masks.hf_flash2_mask(**arguments, allow_is_bidirectional_skip=False)
+    q, k, v = qkv(device)
+    distance = torch.arange(SEQLEN, device=device) - torch.arange(SEQLEN, device=device).unsqueeze(1)
+    found = attention(Layer(False), q, k, v, mask, sliding_window=config.sliding_window + 1)
+    assert_close(found, expected(q, k, v, distance.abs() < seen))
+
+
 @pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="as of Transformers 5.24")
 def test_documents_within_those_that_transformers_has_found(device):
     """Somebody's own, of positions: both keep tokens apart."""
@@ -852,6 +867,9 @@ WHAT_LAYERS_SAY = {  # source of a modeling module -> whether a mask that is cau
     "what the config says": ("self.is_causal = config.is_decoder", True, True),
     "what the config says, in a constant": ("self.is_causal = True if config.is_decoder else False", True, True),
     "what the caller says": ("def attend(q, is_causal: bool | None = None): pass", True, True),
+    "what the caller says, in other words": ("def attend(q, is_causal: typing.Optional[bool] = None): pass", True, True),
+    "not causal, under a name": ('kwargs["is_causal"] = False', True, True),
+    "not causal, on the next line": ("attend(q, is_causal=\n    False)", True, True),
     None: (None, True, True),
 }
 
