@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
         _check_takes_no_gradient("s_aux", s_aux)
     capacity, new_tokens = kernels.capacity_of(k_cache, block_table), 0 if k is None else k.shape[1]
     if isinstance(cache_seqlens, numbers.Integral):
-        _check_fits(0, cache_seqlens, new_tokens, capacity)
+        _check_fits(0, int(cache_seqlens), new_tokens, capacity)
     lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
     if lengths is not None and has_known_values(lengths):
         _check_places(lengths.tolist(), new_tokens, capacity, block_table, k_cache)
@@ -162,7 +162,7 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
             raise ValueError("cache_seqlens must be given with k and v or a block_table: int32 [B], the tokens in the cache so far")
         return None
     if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):  # of numpy, too
-        return torch.full((batch,), max(cache_seqlens, -1), dtype=torch.int32, device=device)
+        return torch.full((batch,), max(int(cache_seqlens), -1), dtype=torch.int32, device=device)
     is_tensor = isinstance(cache_seqlens, torch.Tensor)
     if not is_tensor or cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,) or cache_seqlens.device != device:
         got = f"{cache_seqlens.dtype} {list(cache_seqlens.shape)} on {cache_seqlens.device}" if is_tensor else repr(cache_seqlens)

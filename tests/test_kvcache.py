@@ -341,8 +341,8 @@ def test_a_length_beyond_the_cache_is_all_of_it(device, nobody_looks):
     assert torch.equal(flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=beyond), flash_attn_with_kvcache(q, k, v, cache_seqlens=20))
 
 
-@pytest.mark.parametrize("lengths", [7, 2**40], ids=str)
-def test_a_number_beyond_the_cache_is_refused(lengths, device):
+@pytest.mark.parametrize("lengths", [7, 2**40, np.uint8(255)], ids=str)
+def test_a_number_beyond_the_cache_is_refused(lengths, device, nobody_looks):
     """On a GPU, too, as it is on the host."""
     new, caches = torch.zeros(2, 2, 2, 64, device=device, dtype=DTYPES[0]), torch.zeros(2, 2, 8, 2, 64, device=device, dtype=DTYPES[0])
     with pytest.raises(ValueError, match=f"at most the 8 tokens that the cache holds of a sequence, got {lengths} and 2 for sequence 0"):
