@@ -154,7 +154,7 @@ class RunRecord:
 
     def pytest_sessionfinish(self):
         record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **environment(),
             **git_state(self.path),
             "tests": self.counts,
