@@ -146,8 +146,8 @@ def attend(
             and pages (block_table with k_cache, v_cache, cu_seq_lens_k), what changes the result and has no kernel is refused, the rest is
             ignored.
     Returns:
-        out [B, Sq, H, D], zero in padded rows, in q's dtype (in the autocast dtype under autocast). Inside torch's `context_parallel` all
-        tensors are of this process's part of each sequence.
+        out [B, Sq, H, D], in q's dtype (in the autocast dtype under autocast); padded rows are finite, zero where a kernel leaves them out.
+        Inside torch's `context_parallel` all tensors are of this process's part of each sequence.
     """
     pages = None
     if kwargs.get("block_table") is not None:
