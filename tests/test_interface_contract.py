@@ -926,16 +926,47 @@ def test_patterns_while_compiling(overlay, device, monkeypatch):
 
 
 @NEEDS_5
-@pytest.mark.parametrize(("window", "dims"), [(SEQLEN, 2), (SEQLEN - 1, 4)])
-def test_a_window_that_is_only_in_the_mask_while_compiling(window, dims, device, monkeypatch):
-    """It is none where it holds all keys."""
+@pytest.mark.parametrize(("overlay", "dims"), [(False, 2), (True, 4)])
+def test_a_step_under_a_window_while_compiling(overlay, dims, device, monkeypatch):
+    """Nothing may be skipped, as in a static cache: Transformers asks for vmap where something lies over the window."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    arguments = {"local_size": 5, "config": SimpleNamespace(), "allow_is_causal_skip": False, "use_vmap": overlay}
+    mask_function = masking_utils.sliding_window_causal_mask_function(5)
+    arguments |= mask_arguments(device, 1, SEQLEN - 1, kv_length=SEQLEN, mask_function=mask_function)
+    mask = masks.hf_flash2_mask(attention_mask=tiny.attention_mask("left", device).bool(), **arguments)
+    assert mask.dim() == dims
+
+
+CAUSAL = masking_utils.causal_mask_function
+BESIDE_DOCUMENTS_WHILE_COMPILING = {  # a mask function, what the config says, and whether that is what layers do by themselves
+    "nothing": (masking_utils.and_masks(CAUSAL, CAUSAL), {}, True),
+    "a union": (masking_utils.or_masks(CAUSAL, everything_visible_before(4)), {}, False),
+    "layers that are not causal": (masking_utils.and_masks(CAUSAL, CAUSAL), {"is_causal": False}, False),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_DOCUMENTS_WHILE_COMPILING)
+def test_what_may_be_in_a_mask_beside_documents_while_compiling(name, device, monkeypatch):
+    """Though there certainly are none."""
+    mask_function, said, plain = BESIDE_DOCUMENTS_WHILE_COMPILING[name]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(masks.tracing, "masks_hold_no_documents", lambda: True)
+    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
+    mask = masks.hf_flash2_mask(**arguments, attention_mask=None, config=SimpleNamespace(**said))
+    assert mask is None if plain else mask.dim() == 4
+
+
+@NEEDS_5
+@pytest.mark.parametrize(("window", "before", "dims"), [(SEQLEN, 0, 2), (SEQLEN - 1, 0, 4), (SEQLEN, 1, 4), (SEQLEN + 1, 1, 2)])
+def test_a_window_that_is_only_in_the_mask_while_compiling(window, before, dims, device, monkeypatch):
+    """It is none where it holds all keys, those before the ones that the cache still has, too."""
     tiny.model("qwen2_moe")  # so that the source of its layers is at hand
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     mask_function = masking_utils.sliding_window_causal_mask_function(window)
-    arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function, local_size=window)
+    arguments = mask_arguments(device, SEQLEN, before, kv_length=SEQLEN, kv_offset=before, mask_function=mask_function, local_size=window)
     arguments |= {"config": tiny.config("qwen2_moe", sliding_window=window), "allow_is_causal_skip": True, "use_vmap": False}
-    mask = masks.hf_flash2_mask(attention_mask=tiny.attention_mask("left", device).bool(), **arguments)
-    assert mask.dim() == dims
+    given = F.pad(tiny.attention_mask("left", device).bool(), (before, 0))
+    assert masks.hf_flash2_mask(attention_mask=given, **arguments).dim() == dims
 
 
 def test_one_chunk_is_plainly_causal(device):
