@@ -15,7 +15,7 @@ def run(module: str, function: str, folder: Path, processes: int = 2) -> None:
     """Run module.function(rank, folder) of a test file in processes that can talk to each other; raises what they printed if one fails.
 
     A rank has passed when it says so in a file, and none ends by itself: what gloo does at the end of a process, and to the peers that see
-    it, is not what is tested, and has hung and crashed after everything had been checked.
+    it, is not what is tested, and has hung after everything had been checked.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     arguments = f"{module}.{function}, {{}}, {processes}, {str(folder)!r}"
