@@ -162,7 +162,7 @@ def _check_lengths(cache_seqlens, batch: int, device: torch.device, needed: bool
             raise ValueError("cache_seqlens must be given with k and v or a block_table: int32 [B], the tokens in the cache so far")
         return None
     if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):  # of numpy, too
-        return torch.full((batch,), max(int(cache_seqlens), -1), dtype=torch.int32, device=device)
+        return torch.full((batch,), max(cache_seqlens, -1), dtype=torch.int32, device=device)
     is_tensor = isinstance(cache_seqlens, torch.Tensor)
     if not is_tensor or cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,) or cache_seqlens.device != device:
         got = f"{cache_seqlens.dtype} {list(cache_seqlens.shape)} on {cache_seqlens.device}" if is_tensor else repr(cache_seqlens)

@@ -327,19 +327,14 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
             return _Pattern()
         case "bidirectional_mask_function":
             return _Pattern(causal=False)
-        case "sliding_window_overlay":
+        case "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
             window = closed_over["sliding_window"]
             if window >= keys_end:
                 return _Pattern(causal=False)
             if config is not None and getattr(config, "sliding_window", None) != window:  # somebody's own, beside what the layers know of
                 return _Pattern(_CUSTOM_PATTERN)
-            return _Pattern(causal=False, half=True) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
-        case "sliding_window_bidirectional_overlay":
-            window = closed_over["sliding_window"]
-            if window >= keys_end:
-                return _Pattern(causal=False)
-            if config is not None and getattr(config, "sliding_window", None) != window:
-                return _Pattern(_CUSTOM_PATTERN)
+            if name == "sliding_window_overlay":
+                return _Pattern(causal=False, half=True) if _hands_on_its_window(type(config)) else _Pattern(UNSAID_WINDOW)
             return _Pattern(causal=False) if _adds_the_token_itself(type(config)) else _Pattern(_ONE_SHORT)
         case "and_masks":
             parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
