@@ -1262,16 +1262,17 @@ class GivesTheLossByOneName(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+GIVES_THE_LOSS = "its forward has loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size"
 # What is seen in the source of a forward, which is not run.
 KEEP_THEIR_LOSS = {
     CallsTheOneItExtends: "its forward does not make logits with lm_head",
     LooksAtTheLoss: "its forward has if loss > 10000.0",
     AddsHiddenStates: "its forward has hidden_states += outputs.last_hidden_state",
     GivesLabelsFirst: "its forward has loss = self.loss_function(labels, logits, self.config.vocab_size, **kwargs)",
-    GivesTheLossMore: "its forward has loss = self.loss_function(logits=logits, ",
+    GivesTheLossMore: f"{GIVES_THE_LOSS}, ignore_index=5, **kwargs)",
     GivesTheLossMoreByPlace: "its forward has loss = self.loss_function(logits, labels, self.config.vocab_size, 7, **kwargs)",
-    GivesTheLossLess: "its forward has loss = self.loss_function(logits=logits, ",
-    GivesTheLossOthers: "its forward has loss = self.loss_function(logits=logits, ",
+    GivesTheLossLess: f"{GIVES_THE_LOSS})",
+    GivesTheLossOthers: f"{GIVES_THE_LOSS}, **others)",
     GivesTheLossByOneName: None,
     ScalesLogitsInPlace: "its forward has logits.mul_(2.0)",
     GivesLogitsToAFunction: "its forward has torch.tanh_(logits)",
