@@ -164,6 +164,20 @@ def test_thread_blocks_that_walk_over_tiles(head_dim, longest, causal, form, emu
     check(emulate("sm90", sample, resident=3), sample)
 
 
+@pytest.mark.parametrize("head_dim", (64, 512))
+@pytest.mark.parametrize(
+    ("lengths", "padding"),
+    (((1, 200, 0, 260), "right"), ((64, 260, 130, 260, 9), "mixed"), ((*range(1, 38), 260, 3, 70), "left")),
+    ids=("last", "two", "the38th"),
+)
+def test_the_longest_sequence_of_a_padded_batch_comes_first(lengths, padding, head_dim, emulate, forward_workspaces):
+    """And no other is lost or comes twice, wherever it lies: rows of out that nobody writes stay NaN."""
+    case = Case("longest", head_dim, heads=(2, 1), lengths_q=lengths, form="ranges", padding=padding, causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=3), sample)
+    assert forward_workspaces == [4]
+
+
 @pytest.mark.parametrize(
     ("head_dim", "heads", "queries"), ((128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900))
 )

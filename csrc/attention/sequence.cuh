@@ -19,6 +19,20 @@ __device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& seque
   return {0, max_seqlen};
 }
 
+// By a warp: the longest, the first one of several.
+__device__ __forceinline__ int find_longest(const HfFlash2Sequences& sequences, int batch_size, int max_seqlen) {
+  int length = -1, found = 0;
+  for (int batch = threadIdx.x % 32; batch < batch_size; batch += 32) {
+    const int other = find_sequence(sequences, batch_size, batch, max_seqlen).length;
+    if (other > length) length = other, found = batch;
+  }
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_xor_sync(0xffffffffu, length, offset), batch = __shfl_xor_sync(0xffffffffu, found, offset);
+    if (other > length || (other == length && batch < found)) length = other, found = batch;
+  }
+  return found;
+}
+
 // Number of the first block of `size` tokens of sequence `batch`, counted over all sequences so that blocks of different ones never meet,
 // whatever the lengths, without knowing them on the host: cu_seqlens[batch] / size + batch when packed (each earlier sequence wastes less than
 // one block), batch * ceil(max_seqlen / size) when dense.

@@ -22,6 +22,16 @@ __device__ __forceinline__ uint4 load_shared_uint4(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ int load_shared_int(uint32_t address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }

@@ -20,7 +20,6 @@
 
 #include "attention/dropout.cuh"
 #include "attention/softcap.cuh"
-#include "sm90/clear_gaps.cuh"
 #include "sm90/clear_rows.cuh"
 #include "sm90/combine.cuh"
 #include "sm90/forward_load.cuh"
@@ -294,6 +293,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
       if (warp == 1)
         clear_gaps<false>(shared.zeros(), [&](const auto& clear) { for_each_forward_gap(params, blockIdx.x, gridDim.x, clear); });
       if (warp == 2) fill_lse_gaps(params, blockIdx.x, gridDim.x);
+      if (warp == 3 && arguments.begins_with_longest()) {
+        const int longest = find_longest(params.sequences_k, params.batch, params.max_seqlen_k);
+        if (elect_one()) store_shared(shared.first_batch(), longest);
+        __syncwarp();
+        named_barrier_arrive(kFirstBarrier, 64);
+      }
     } else {
       // The loader needs nobody for its first copies: it makes the barriers itself.
       if constexpr (!kClusters) {
@@ -301,7 +306,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
         __syncwarp();
         named_barrier_arrive(kStartBarrier, kStartThreads);
       }
-      if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared);
+      int first_batch = 0;
+      if (arguments.begins_with_longest()) {
+        named_barrier_sync(kFirstBarrier, 64);
+        first_batch = load_shared_int(shared.first_batch());
+      }
+      if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared, first_batch);
     }
   }
   if constexpr (kClusters) cluster_meet();  // the peer may still say that it has read what came from here

@@ -16,8 +16,9 @@ constexpr bool kIsPaged = kExtra == ForwardExtra::kPaged || kExtra == ForwardExt
 template <ForwardExtra kExtra>
 constexpr bool kIsCapped = kExtra == ForwardExtra::kCapped || kExtra == ForwardExtra::kPagedCapped;
 
+// first_batch: the sequence that comes first.
 template <typename Shape, ForwardExtra kExtra>
-__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared) {
+__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, int first_batch) {
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
   // delays it.
   if (arguments.next_tile != nullptr)
-    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, take, load);
+    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, first_batch, take, load);
   else
     for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
   hand_over(ForwardTask::none());

@@ -6,6 +6,7 @@
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "device/warpgroup.cuh"
+#include "sm90/clear_gaps.cuh"
 #include "sm90/cluster_exchange.cuh"
 #include "sm90/forward_task.cuh"
 #include "sm90/store.cuh"
@@ -121,7 +122,10 @@ struct ForwardShared {
   }
   __device__ __forceinline__ uint32_t unit_full() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers); }
   __device__ __forceinline__ uint32_t unit_empty() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers + 1); }
-  __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }  // where there may be gaps: clear_gaps.cuh
+  // Where there may be gaps: zeros (clear_gaps.cuh), and the sequence that comes first.
+  static constexpr int kGapBytes = kZeroBytes + 16;
+  __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }
+  __device__ __forceinline__ uint32_t first_batch() const { return zeros() + kZeroBytes; }
 
   // By one thread, before any use.
   __device__ __forceinline__ void make_barriers() const {
@@ -146,7 +150,7 @@ struct ForwardShared {
 };
 
 // Named barriers: kTurnBarrier + i, kOutBarrier + i and kStageBarrier + i are warpgroup i's.
-constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5, kStageBarrier = 8;
+constexpr int kStartBarrier = 0, kClearBarrier = 1, kTurnBarrier = 2, kOutBarrier = 5, kStageBarrier = 8, kFirstBarrier = 10;
 
 // Whether a task is a share of the keys: then its results are scratch, and put together later (combine.cuh).
 template <typename Shape>

@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include "attention/dropout.cuh"
+#include "attention/gaps.cuh"
 #include "attention/mask.cuh"
 #include "attention/softcap.cuh"
 #include "device/grid_dependency.cuh"
@@ -80,6 +81,10 @@ struct ForwardArguments {
   ScoreCap cap;
   DropoutRate dropout;
   int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
+
+  // Whether the longest sequence comes first: its tiles multiply more of what they load than short ones, and zeros in gaps are written beside the
+  // first tiles. PERF: filled to 30 %, 2k, 3 to 4 %. TUNING.md, "Zeros in gaps".
+  __device__ __forceinline__ bool begins_with_longest() const { return next_tile != nullptr && may_have_gaps(params); }
 };
 
 // A query block and a share of its keys. The loader finds it and leaves it in shared memory for the consumers.
@@ -190,16 +195,16 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
   }
 }
 
-// The same of those that it takes from the counter, the first apart. take(): the number of the next.
+// The same of those that it takes from the counter, the first apart. first_batch: the sequence that comes first; take(): the number of the next.
 template <int kBlockM, int kBlocks, typename Take, typename F>
-__device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, const Take& take, const F& f) {
+__device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, int first_batch, const Take& take, const F& f) {
   const HfFlash2ForwardParams& params = arguments.params;
   const auto count = [&](int batch) {
     const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
     return ((queries << arguments.tile_heads_log2) + kBlockM - 1) / kBlockM;
   };
   const int heads = static_cast<int>(arguments.heads.divisor);
-  CountedBlocks tiles;
+  CountedBlocks tiles{first_batch};
   int query_block, batch_head;
   for (int number = blockIdx.x / kBlocks; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
     f(query_block, batch_head, 0, Piece{});

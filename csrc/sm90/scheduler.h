@@ -127,14 +127,15 @@ struct TileScheduler {
 // The blocks there are of sequences whose lengths only the device may know, numbered sequence by sequence. Numbers are asked for in ascending
 // order.
 struct CountedBlocks {
-  int batch = 0, first = 0;  // a sequence, and the number of its first block
+  int first_batch = 0;    // the sequence that comes before all others; these are in order
+  int at = 0, first = 0;  // a sequence, counted as they come, and the number of its first block
 
   // count(batch): blocks of each of its heads. Not for kPairs.
   template <typename F>
   __device__ __forceinline__ bool find(const TileScheduler& scheduler, int batches, int heads, int number, const F& count, int& block,
                                        int& batch_head) {
-    for (; batch < batches; ++batch) {
-      const int blocks = count(batch);
+    for (; at < batches; ++at) {
+      const int batch = at == 0 ? first_batch : at <= first_batch ? at - 1 : at, blocks = count(batch);
       if (number < first + blocks * heads) {
         scheduler.tile_among(blocks, heads, number - first, block, batch_head);
         batch_head += batch * heads;

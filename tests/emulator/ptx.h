@@ -123,6 +123,7 @@ inline void ld_shared_v4_u32(const std::array<uint32_t*, 4>& value, uint32_t add
 }
 inline void ld_shared_f32(float& value, uint32_t address) { memcpy(&value, shared_bytes(address, 4, 4, Access::kRead), 4); }
 inline void ld_shared_u32(uint32_t& value, uint32_t address) { memcpy(&value, shared_bytes(address, 4, 4, Access::kRead), 4); }
+inline void ld_shared_s32(int& value, uint32_t address) { memcpy(&value, shared_bytes(address, 4, 4, Access::kRead), 4); }
 inline void ld_shared_v2_f32(const std::array<float*, 2>& value, uint32_t address) {
   const unsigned char* bytes = shared_bytes(address, 8, 8, Access::kRead);
   for (int i = 0; i < 2; ++i) memcpy(value[i], bytes + i * 4, 4);
@@ -132,6 +133,7 @@ inline void ld_shared_v4_f32(const std::array<float*, 4>& value, uint32_t addres
   for (int i = 0; i < 4; ++i) memcpy(value[i], bytes + i * 4, 4);
 }
 inline void st_shared_u32(uint32_t address, uint32_t value) { memcpy(shared_bytes(address, 4, 4, Access::kWrite), &value, 4); }
+inline void st_shared_s32(uint32_t address, int value) { memcpy(shared_bytes(address, 4, 4, Access::kWrite), &value, 4); }
 inline void st_shared_f32(uint32_t address, float value) { memcpy(shared_bytes(address, 4, 4, Access::kWrite), &value, 4); }
 template <typename T>
 void st_shared_v4_u32(uint32_t address, const std::array<T*, 4>& value) {
