@@ -479,7 +479,10 @@ def _capped(q, k, v, mask: torch.Tensor, dropout: float, scaling: float | None, 
         q.shape[-1] ** -0.5 if scaling is None else scaling
     )
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype != torch.bool:
+        scores, mask = scores + mask, mask != float("-inf")
+    # Of rows that see nothing, softmax has NaN for gradients, which a sum would hand on.
+    scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1).masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
     return F.dropout(probabilities, dropout).to(v.dtype) @ v
 

@@ -1111,14 +1111,22 @@ def test_heads_wider_than_any_kernel_stay_exact_on_sdpa(wide, notices, device):
     assert len(notices()) == 1 and "head_dim must be between 1 and 512, got 520" in notices()[0]
 
 
-@pytest.mark.parametrize("form", ["bool", "float"])
-def test_capped_rows_that_see_nothing_are_zero(form, notices, device):
-    q, k, v = qkv(device)
+@pytest.mark.parametrize("dtype", dict.fromkeys((DTYPE, torch.bfloat16)), ids=str)
+@pytest.mark.parametrize("form", ["bool", "infinite", "float32's least"])
+def test_capped_rows_that_see_nothing_are_zero_and_so_are_their_gradients(form, dtype, notices, device):
+    """The least float32 is -inf in bfloat16."""
+    inputs = [x.to(dtype).requires_grad_() for x in qkv(device)]
     visible = causal_band(device=device).expand(BATCH, 1, -1, -1) & (torch.arange(SEQLEN, device=device) > 1)
-    mask = visible if form == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
-    out = attention(Layer(), q, k, v, mask, softcap=3.0)
-    assert not out[:, :2].any()
-    assert_close(out, expected(q, k, v, visible, softcap=3.0))
+    hidden = {"infinite": -torch.inf, "float32's least": torch.finfo(torch.float32).min}.get(form)
+    mask = visible if hidden is None else torch.zeros(visible.shape, device=device).masked_fill(~visible, hidden)
+    out, wanted = attention(Layer(), *inputs, mask, softcap=3.0), expected(*inputs, visible, softcap=3.0)
+    seen = slice(2, None) if (form, dtype) == ("float32's least", torch.float32) else slice(None)
+    assert out[:, :2].any() == (seen != slice(None))  # nothing is hidden: all scores are equal
+    gradients, wanted_gradients = (torch.autograd.grad(x[:, 2:].float().square().sum(), inputs) for x in (out, wanted))
+    if dtype == DTYPE:
+        assert_close(out[:, seen], wanted[:, seen])
+    for found, exact in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=(1e-4 if dtype == torch.float32 else 0.02) * exact.abs().max().item())
     assert "on operators of torch, as scaled_dot_product_attention caps no scores" in notices()[0]
 
 
