@@ -11,7 +11,8 @@ What has to be right for the result to be that of the padded run:
 * a cache could not be continued from packed keys, so a call that wants one runs padded;
 * a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too;
 * another attention than ours, which the model may have been switched to since, need not know what cu_seq_lens are;
-* an adapter that has something for each row of a batch has to see these rows.
+* an adapter that has something for each row of a batch has to see these rows;
+* inside torch.func.vmap nobody may ask how many real tokens there are, so all its transforms run padded.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .. import context_parallel, packing
+from .. import context_parallel, ops, packing
 from ..interface import hf_flash2_attention
 from ..notices import CALLS, NAME
 from .binding import by_name, upstream
@@ -119,6 +120,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a mask that has no values"
     if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
         return "with another attention"
+    if in_a_transform():
+        return "inside torch.func"
     if context_parallel.active() is not None:
         return "with parts of sequences that processes share"
     if inputs.get("encoder_hidden_states") is not None:
@@ -138,6 +141,11 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         if per_token and name not in (*_PER_TOKEN, "attention_mask"):
             return f"with {name}"
     return None
+
+
+def in_a_transform() -> bool:
+    """Whether a function transform of torch.func runs this."""
+    return not torch.compiler.is_compiling() and ops.is_transformed()
 
 
 def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:

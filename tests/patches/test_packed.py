@@ -784,6 +784,33 @@ def test_what_else_a_decoder_is_given_decides_whether_it_runs_packed(name):
     assert report.forwards == {route: 1}
 
 
+@pytest.mark.parametrize("keep_logits", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transforms_of_functions_run_padded(family, keep_logits):
+    """Gradients as a function, and of each row: nobody may ask there how many tokens are real."""
+    eager = small_models.model(family)
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True, keep_logits=keep_logits)
+    inputs = batch("right")
+    rows = inputs | {"labels": small_models.labels(inputs)}
+
+    def gradients(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], ...]:
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+        def loss(parameters, rows):
+            return torch.func.functional_call(model, parameters, kwargs=rows | {"use_cache": False}).loss
+
+        def loss_of_row(parameters, row):
+            return loss(parameters, {name: x[None] for name, x in row.items()})
+
+        of_each = torch.func.vmap(torch.func.grad(loss_of_row), (None, 0))
+        return torch.func.grad(loss)(parameters, rows), of_each(parameters, rows)
+
+    for found, wanted in zip(gradients(model), gradients(eager), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert report.forwards == {"inside torch.func": 2}
+
+
 def test_parts_of_sequences_run_padded(monkeypatch):
     _, model, report = twins("llama")
     monkeypatch.setattr(packed, "context_parallel", types.SimpleNamespace(active=lambda: "processes"))
