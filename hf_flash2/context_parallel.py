@@ -210,7 +210,7 @@ def documents_of_cu_seqlens(
     forward.
 
     Raises:
-        ValueError: they are not the same, or not those of whole rows.
+        ValueError: they are not the same, do not rise, or are not those of whole rows.
     """
     known, whole = _known(cu_seqlens_q), tokens * shards.size
     if known is not None and known.tokens == rows * whole:
@@ -219,11 +219,10 @@ def documents_of_cu_seqlens(
     if bounds != cu_seqlens_k.tolist():
         raise ValueError("under context parallelism queries and keys are the same tokens: cu_seq_lens_q and cu_seq_lens_k have to be equal")
     ends = range(0, (rows + 1) * whole, whole)
-    if bounds[-1] != ends[-1] or not set(bounds).issuperset(ends):
+    if bounds[-1:] != [ends[-1]] or bounds != sorted(bounds) or not set(bounds).issuperset(ends):
         raise ValueError(
-            "under context parallelism cu_seq_lens_q and cu_seq_lens_k have to be those of whole rows, with a bound at each of "
-            f"{list(ends)}: they go from {bounds[0]} to {bounds[-1]}; pass them as they were before the tokens were cut, not among the "
-            "buffers of context_parallel"
+            "under context parallelism cu_seq_lens_q and cu_seq_lens_k have to be those of whole rows, rising, with a bound at each of "
+            f"{list(ends)}, got {bounds}; pass them as they were before the tokens were cut, not among the buffers of context_parallel"
         )
     starts: list[list[int]] = [[] for _ in range(rows)]
     for bound in sorted(set(bounds[:-1]) - {ends[-1]}):

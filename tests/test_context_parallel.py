@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import re
 import types
 
 import pytest
@@ -273,8 +274,8 @@ def refusals_rank(rank: int, folder: str) -> None:
         return longest | {name: None if x is None else torch.tensor(x, dtype=torch.int32) for name, x in found.items()}
 
     whole, part = [0, 7, SEQLEN, 2 * SEQLEN], [0, 7, SEQLEN // 2, SEQLEN]
-    refused(r"a bound at each of \[0, 24, 48\]: they go from 0 to 24", lambda x: x.pop("attention_mask"), **said(part, part))
-    refused(r"a bound at each of \[0, 24, 48\]: they go from 0 to 48", lambda x: None, **said([0, 30, 48], [0, 30, 48]))
+    refused(r"a bound at each of \[0, 24, 48\], got \[0, 7, 12, 24\]", lambda x: x.pop("attention_mask"), **said(part, part))
+    refused(r"a bound at each of \[0, 24, 48\], got \[0, 30, 48\]", lambda x: None, **said([0, 30, 48], [0, 30, 48]))
     refused("have to be equal", lambda x: None, **said(whole, [0, 8, SEQLEN, 2 * SEQLEN]))
     refused("got only cu_seq_lens_q", lambda x: None, **said(whole, None))
     refused("attention_mask has padding, and cu_seq_lens_q/k say", lambda x: x["attention_mask"][0, 0].zero_(), **said(whole, whole))
@@ -359,6 +360,46 @@ def test_documents_are_cut_as_each_caller_shares_them():
     with torch.inference_mode():
         pieces = context_parallel.Documents([[0, 3]], 16).pieces(Shards(None, 0, 2, True), bounds.device)
     assert not any(piece.cu_seqlens_q.is_inference() for piece in itertools.chain(*pieces))
+
+
+def documents_of_bounds(*bounds: int) -> context_parallel.Documents | None:
+    """Of one row of 24 tokens that two processes share."""
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    return context_parallel.documents_of_cu_seqlens(Shards(None, 0, 2, True), cu_seqlens, cu_seqlens, 1, 12)
+
+
+def test_documents_begin_where_cu_seq_lens_say():
+    assert documents_of_bounds(0, 24) is None
+    for bounds in ((0, 7, 24), (0, 7, 24, 24), (0, 7, 7, 24)):  # some are empty
+        assert documents_of_bounds(*bounds).starts == [[0, 7]]
+
+
+@pytest.mark.parametrize("bounds", [(), (0, 15, 7, 24), (0, -3, 24), (0, 30, 24), (0, 24, 30), (0, 12), (5, 24)], ids=str)
+def test_cu_seq_lens_that_are_not_those_of_whole_rows_are_refused(bounds):
+    got = re.escape(f"with a bound at each of [0, 24], got {list(bounds)};")
+    with pytest.raises(ValueError, match="have to be those of whole rows, rising, " + got):
+        documents_of_bounds(*bounds)
+
+
+def test_positions_that_have_changed_are_looked_at_anew(monkeypatch):
+    monkeypatch.setattr(context_parallel, "_gather", lambda shards, x: (x,))
+    shards, positions = Shards(None, 0, 1, True), torch.arange(8)[None]
+    assert context_parallel.documents_of_positions(shards, positions) is None and context_parallel.was_cut(positions)
+    positions[:, 4:] -= 4
+    assert not context_parallel.was_cut(positions)
+    assert context_parallel.documents_of_positions(shards, positions).starts == [[0, 4]]
+
+
+def test_where_the_real_tokens_of_whole_rows_are(monkeypatch):
+    monkeypatch.setattr(context_parallel, "_gather", lambda shards, x: (x,))
+    shards, real = Shards(None, 0, 1, True), torch.tensor([[0, 1, 1, 0, 1, 0], [0] * 6]).bool()
+    with pytest.raises(ValueError, match="token 3 of row 0 is padding, and 1 and 4 are real"):
+        context_parallel.documents_of_mask(shards, torch.ones(2, 6), real)
+    real[0, 3] = True
+    padded = context_parallel.documents_of_mask(shards, torch.ones(2, 6), real)
+    assert padded.reals == [(1, 5), (0, 0)]
+    positions = torch.tensor([[9, 7, 8, 9, 10, 3], [5] * 6])  # in the padding anything
+    assert context_parallel.documents_of_positions(shards, positions, padded) is None
 
 
 def test_documents_of_one_length_for_each_process(monkeypatch):
