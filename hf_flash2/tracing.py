@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 # What a mask of Transformers is made of beside the pattern, by the names of the arguments that bring it. The first is one of every function
 # that asks for a mask, and of no other.
@@ -102,7 +103,8 @@ def _is_written_to(node: torch.fx.Node) -> bool:
             name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
             in_place = user.target in _WRITES or name.endswith("_")
             is_mutable = getattr(getattr(user.target, "_schema", None), "is_mutable", False)  # a custom op, of any of its arguments
-            if (in_place and user.args[:1] == (made,)) or user.kwargs.get("out") is made or is_mutable:
+            written = [user.kwargs.get("out"), *((user.args[:1], user.kwargs.get("input"), user.kwargs.get("self")) if in_place else ())]
+            if is_mutable or made in tree_leaves(written):  # several at once, too
                 return True
             if user not in reached and (not _is_tensor(user) or _storage_of(user) == memory):  # no tensor: several, of which some are views
                 reached.append(user)

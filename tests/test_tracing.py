@@ -125,9 +125,27 @@ def restart_by_a_custom_op(x):
     return positions.unsqueeze(0)
 
 
+def restart_one_of_several(x):
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    torch._foreach_sub_([torch.ones(3), positions[:, 3:]], 3)
+    return positions
+
+
+def restart_with_several_out(x):
+    positions = torch.arange(x.shape[1])
+    torch.sort(torch.tensor([0, 3, 1, 4, 2, 5]), out=(torch.empty(6, dtype=torch.int64), positions))
+    return positions.unsqueeze(0)
+
+
+def restart_by_name(x):
+    positions = torch.arange(x.shape[1])
+    torch.clamp_(input=positions, max=2)
+    return positions.unsqueeze(0)
+
+
 WRITES = [
     restart_behind_an_addition, restart_in_place, restart_through_a_view, restart_one_of_two_halves, restart_with_out, restart_by_shifts,
-    restart_in_a_buffer, restart_by_a_custom_op,
+    restart_in_a_buffer, restart_by_a_custom_op, restart_one_of_several, restart_with_several_out, restart_by_name,
 ]  # fmt: skip
 
 
