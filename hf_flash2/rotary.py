@@ -19,6 +19,7 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
         and not torch.compiler.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and (*k.shape[:2], k.shape[3]) == (batch, seqlen, head_dim)
         and ops.plain(q, k, cos)
         and type(sin) is torch.Tensor
         and q.device == k.device == cos.device == sin.device

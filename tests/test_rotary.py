@@ -174,6 +174,8 @@ def test_which_tensors_are_fused(monkeypatch):
     assert not rotary.can_fuse(q, k, cos, sin)
     monkeypatch.delenv("HF_FLASH2_ROTARY")
     assert rotary.can_fuse(q, k, cos[..., :32].contiguous(), sin[..., :32].contiguous())
+    assert rotary.can_fuse(q, k, *(x.repeat(len(q), 1, 1) for x in (cos, sin)))
+    assert rotary.can_fuse(*(x.half() for x in (q, k, cos, sin)))
     refused = {
         "float32": [x.float() for x in (q, k, cos, sin)],
         "angles of another dtype": [q, k, cos.float(), sin.float()],
@@ -183,7 +185,17 @@ def test_which_tensors_are_fused(monkeypatch):
         "angles with a gradient": [q, k, cos.clone().requires_grad_(), sin],
         "angles elsewhere": [q, k, *(x.to("meta") for x in (cos, sin))],
         "sines of another shape": [q, k, cos, sin[..., :32].contiguous()],
+        "sines of another dtype": [q, k, cos, sin.float()],
+        "keys of another dtype": [q, k.half(), cos, sin],
+        "fewer keys": [q, k[:, :3], cos, sin],
+        "keys of fewer rows": [q, k[:1], cos, sin],
+        "keys of another head dim": [q, k[..., :32], cos, sin],
+        "sines elsewhere": [q, k, cos, sin.to("meta")],
+        "keys elsewhere": [q, k.to("meta"), cos, sin],
+        "sines at an odd address": [q, k, cos, torch.cat((sin.new_zeros(1), sin.flatten()))[1:].view(sin.shape)],
         "tensor subclasses": [q.as_subclass(OnGpu), k, cos, sin],
+        "keys of a tensor subclass": [q, k.as_subclass(OnGpu), cos, sin],
+        "cosines of a tensor subclass": [q, k, cos.as_subclass(OnGpu), sin],
         "sines of a tensor subclass": [q, k, cos, sin.as_subclass(OnGpu)],
         "sines with a gradient": [q, k, cos, sin.clone().requires_grad_()],
         "strided cosines": [q, k, cos[..., ::2], sin[..., :32].contiguous()],
