@@ -183,6 +183,14 @@ class OnGpu(torch.Tensor):
     """A CPU tensor that says it is on a GPU."""
 
 
+def test_float64_stays_float64():
+    logits, labels = torch.randn(6, 40, dtype=torch.float64), torch.arange(6)
+    gradient = logits.clone()
+    losses = cross_entropy_(gradient, labels)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"), rtol=1e-13, atol=0)
+    torch.testing.assert_close(gradient, logits.softmax(-1) - torch.nn.functional.one_hot(labels, 40), rtol=1e-12, atol=1e-15)
+
+
 def test_which_logits_the_kernel_takes(monkeypatch):
     """On a CPU none. On a GPU those of float dtypes but float64, where the library runs."""
     monkeypatch.delenv("HF_FLASH2_LOSS", raising=False)
@@ -202,6 +210,7 @@ def test_which_logits_the_kernel_takes(monkeypatch):
         "strided labels": (logits[:3], labels[::2]),
         "labels elsewhere": (logits, labels.to("meta")),
         "tensor subclasses": (logits.as_subclass(OnGpu), labels),
+        "labels of a tensor subclass": (logits, labels.as_subclass(OnGpu)),
     }
     assert [name for name, tensors in refused.items() if cross_entropy._kernel_takes(*tensors)] == []
     monkeypatch.setenv("HF_FLASH2_LOSS", "eager")

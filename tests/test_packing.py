@@ -134,6 +134,15 @@ def test_one_document_a_row_is_no_packing(rows, first):
     assert packing.documents_from_position_ids(torch.full((rows, 9), first)) is None  # no positions at all
 
 
+def test_ranges_of_queries_behind_all_real_tokens_are_empty():
+    assert packing.padded_batch(torch.tensor([[1, 0, 0, 0]]).bool(), seqlen_q=2).ranges_q.tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_mask_of_keys_is_contiguous(causal):
+    assert packing.padded_batch(torch.ones(4, 3, dtype=torch.bool).T, 4, causal=causal).key_mask.is_contiguous()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_and_back(seed):
     mask = random_masks(14, 11, seed)
