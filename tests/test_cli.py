@@ -380,6 +380,58 @@ def test_gpu_backends_and_why_no_better_one(gpu_machine, capsys):
     assert "sdpa" in rows["cuda:0, head dim 513 and more"]["why_not_better"]
 
 
+def test_every_gpu_has_its_own_reason(gpu_machine, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(native, "reason_unavailable", lambda index=0: f"reason of {index}")
+    first, second = read_info(capsys)["gpu"]["devices"]
+    named = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 141.0, "multiprocessors": 132}
+    assert first == named | {"index": 0, "unavailable": "reason of 0"}
+    assert second == named | {"index": 1, "unavailable": "reason of 1"}
+
+
+class Nvml:
+    """Of three GPUs, one of which has no handle."""
+
+    def __init__(self, init: int = 0):
+        self.init, self.shut = init, 0
+
+    def nvmlInit_v2(self) -> int:
+        return self.init
+
+    def nvmlSystemGetDriverVersion(self, text, size) -> int:
+        text.value = b"580.95.05"
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion(self, number) -> int:
+        number._obj.value = 12080
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count) -> int:
+        count._obj.value = 3
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle) -> int:
+        handle._obj.value = index + 1
+        return 15 if index == 1 else 0
+
+    def nvmlDeviceGetName(self, handle, text, size) -> int:
+        text.value = b"GPU %d" % handle.value
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.shut += 1
+        return 0
+
+
+def test_what_the_driver_says(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setattr(info.ctypes, "CDLL", lambda name: nvml)
+    assert info._nvidia_driver() == {"version": "580.95.05", "cuda": "12.8", "gpus": ["GPU 1", "GPU 3"]}
+    assert nvml.shut == 1
+    monkeypatch.setattr(info.ctypes, "CDLL", lambda name: Nvml(init=9))
+    assert info._nvidia_driver() is None
+
+
 def test_a_library_of_other_sources_is_told(gpu_machine, capsys):
     assert read_info(capsys)["library"]["stale"] is None
     gpu_machine.built["sources"] = "0123456789ab"
