@@ -219,7 +219,7 @@ def documents_of_cu_seqlens(
     if bounds != cu_seqlens_k.tolist():
         raise ValueError("under context parallelism queries and keys are the same tokens: cu_seq_lens_q and cu_seq_lens_k have to be equal")
     ends = range(0, (rows + 1) * whole, whole)
-    if bounds[-1:] != [ends[-1]] or bounds != sorted(bounds) or not set(bounds).issuperset(ends):
+    if bounds != sorted(bounds) or not set(bounds).issuperset(ends) or (bounds[0], bounds[-1]) != (ends[0], ends[-1]):
         raise ValueError(
             "under context parallelism cu_seq_lens_q and cu_seq_lens_k have to be those of whole rows, rising, with a bound at each of "
             f"{list(ends)}, got {bounds}; pass them as they were before the tokens were cut, not among the buffers of context_parallel"

@@ -374,7 +374,7 @@ def test_documents_begin_where_cu_seq_lens_say():
         assert documents_of_bounds(*bounds).starts == [[0, 7]]
 
 
-@pytest.mark.parametrize("bounds", [(), (0, 15, 7, 24), (0, -3, 24), (0, 30, 24), (0, 24, 30), (0, 12), (5, 24)], ids=str)
+@pytest.mark.parametrize("bounds", [(), (0, 15, 7, 24), (0, -3, 24), (-3, 0, 24), (0, 30, 24), (0, 24, 30), (0, 12), (5, 24)], ids=str)
 def test_cu_seq_lens_that_are_not_those_of_whole_rows_are_refused(bounds):
     got = re.escape(f"with a bound at each of [0, 24], got {list(bounds)};")
     with pytest.raises(ValueError, match="have to be those of whole rows, rising, " + got):
