@@ -207,7 +207,7 @@ def _attention(
     sequences = (seqlens_q, seqlens_k, key_mask, rng_state, s_aux)
     if plan is not None:
         out, softmax_lse = plan.attention_with_lse(q, k, v, sequences)
-    elif not torch.compiler.is_compiling() and ops.is_transformed():
+    elif ops.is_transformed():
         out, softmax_lse = ops.forward_transformed(q, k, v, sequences, numbers)
     else:
         out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers)

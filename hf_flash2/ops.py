@@ -248,8 +248,8 @@ def plain(q, k, v) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this runs inside a transform of torch.func: grad, vmap, jvp."""
-    return _transforms() is not None
+    """Whether this runs inside a transform of torch.func: grad, vmap, jvp. Not while compiling, where nobody can ask."""
+    return not torch.compiler.is_compiling() and _transforms() is not None
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -341,7 +341,7 @@ class _Dispatched:
 
     def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         run = backward if torch.is_grad_enabled() else _DISPATCHED[1]  # backward refuses a second derivative, if it comes to that
-        if is_transformed():
+        if _transforms() is not None:
             run = _AttentionGradient.apply
         return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
 

@@ -120,7 +120,7 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a mask that has no values"
     if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
         return "with another attention"
-    if in_a_transform():
+    if ops.is_transformed():
         return "inside torch.func"
     if context_parallel.active() is not None:
         return "with parts of sequences that processes share"
@@ -141,11 +141,6 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         if per_token and name not in (*_PER_TOKEN, "attention_mask"):
             return f"with {name}"
     return None
-
-
-def in_a_transform() -> bool:
-    """Whether a function transform of torch.func runs this."""
-    return not torch.compiler.is_compiling() and ops.is_transformed()
 
 
 def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
