@@ -172,8 +172,8 @@ def test_generation():
 
 def test_the_gpu_tests_are_those_of_the_record():
     record = json.loads((ROOT / "tests/gpu_run.json").read_text())
-    assert f"the tests that ran there, on {record['commit']}:" in README
-    assert f"The tests that ran there, on {record['commit']}:" in FIGURES
+    said = f"he tests that ran on one {record['gpu']}, at {record['commit']}:"
+    assert said in README and said in FIGURES
     assert record["tests"]["failed"] == 0
 
 
