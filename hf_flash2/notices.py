@@ -1,6 +1,7 @@
 """What the Transformers layer says and remembers: warnings once a process, strict mode, and which route each attention layer took."""
 
 import contextlib
+import copy
 import logging
 import os
 from collections import Counter
@@ -50,6 +51,9 @@ class Calls(Counter[str]):
 
     def __reduce__(self) -> tuple:  # Counter's keeps the counts alone when a model is copied or saved
         return *super().__reduce__(), vars(self)
+
+    def copy(self) -> "Calls":
+        return copy.copy(self)  # for the same reason
 
 
 @contextlib.contextmanager

@@ -211,6 +211,25 @@ def test_a_forward_that_someone_else_put_on_the_instance():
     assert_same(before, snapshot(model))
 
 
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        lambda calls: calls.copy(),
+        copy.copy,
+        copy.deepcopy,
+        lambda calls: pickle.loads(pickle.dumps(calls)),
+    ],
+)
+def test_the_calls_of_a_report_can_be_copied(duplicate):
+    """As they are now, to be compared with later."""
+    model = small_models.model("llama")
+    calls = hf_flash2.patch(model).layers["model.layers.0.self_attn"]
+    logits(model)
+    found = duplicate(calls)
+    logits(model)
+    assert (type(found), found, found.backend) == (type(calls), {"padded": 1}, "cpu-reference")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_deep_copy_stands_alone(family):
     model = small_models.model(family)
