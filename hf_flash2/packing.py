@@ -33,7 +33,10 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
     The range of a sequence spans its first to its last real key; padding in between ("holes") is what key_mask is kept for. The last query
     row of a range lies at the last key of its range, so that bottom-right alignment is exact for any kind of padding.
     """
-    seqlen_k = key_mask.shape[1]
+    batch, seqlen_k = key_mask.shape
+    if seqlen_k == 0:  # of no columns there is no least
+        empty = torch.zeros(3, batch, dtype=torch.int32, device=key_mask.device)
+        return PaddedBatch(empty[:2] if causal else None, empty, key_mask.to(torch.uint8))
     column = torch.arange(seqlen_k, device=key_mask.device)
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q

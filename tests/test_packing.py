@@ -87,6 +87,21 @@ def test_padded_batch_reads_no_value():
             packing.padded_batch(torch.empty(3, 12, dtype=torch.bool), 5, torch.tensor(4), causal)
 
 
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("seqlen_q", (0, 3))
+def test_a_mask_without_columns_is_of_sequences_without_tokens(seqlen_q, causal):
+    """As flash_attn_func takes keys without tokens: no row sees any."""
+    batch = packing.padded_batch(torch.empty(2, 0, dtype=torch.bool), seqlen_q, causal=causal)
+    assert (batch.ranges_k.tolist(), batch.key_mask.shape) == ([[0, 0]] * 3, (2, 0))
+    assert batch.ranges_k.dtype == torch.int32 and batch.key_mask.dtype == torch.uint8
+    if causal:
+        assert (batch.ranges_q.tolist(), batch.ranges_q.dtype) == ([[0, 0]] * 2, torch.int32)
+    else:
+        assert batch.ranges_q is None
+    q, k = torch.randn(2, seqlen_q, 4, 8), torch.empty(2, 0, 4, 8)
+    assert torch.equal(flash_attn_ranges_func(q, k, k, batch.ranges_q, batch.ranges_k, batch.key_mask, causal=causal), q * 0)
+
+
 @pytest.mark.parametrize("padding", ("left", "right", "holes"))
 def test_padded_attention_equals_attention_under_a_mask(padding):
     """End to end on values, gradients included, with garbage in the padding."""
