@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
 _WRITES = {getattr(operator, name) for name in ("setitem", *_IN_PLACE)}
+_COUNTS_FAR = (torch.int32, torch.int64)  # narrower ones begin anew behind their last number, and floating point leaves numbers out
 _answers: list[bool] = []  # from what Dynamo runs, which cannot return anything to traced code
 
 
@@ -74,7 +75,7 @@ def _is_none(variable: Any) -> bool:
 
 def _counts_up(node: torch.fx.Node) -> bool:
     """Whether a tensor of a graph is 0, 1, 2 .. from any number on, in every row."""
-    if _is_written_to(node):
+    if _is_written_to(node) or node.meta["example_value"].dtype not in _COUNTS_FAR:
         return False
     if node.op == "call_function" and node.target is torch.arange:
         return len(node.args) < 3 and not {"step", "out"} & node.kwargs.keys()

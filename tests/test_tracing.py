@@ -170,6 +170,27 @@ def test_positions_that_are_computed_with(positions):
     assert answer(lambda x: ask_for_mask(positions(x))) is False
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x: torch.arange(300, dtype=torch.uint8).unsqueeze(0),
+        lambda x: torch.arange(200, 300, dtype=torch.uint8).unsqueeze(0),
+        lambda x: (torch.arange(100, dtype=torch.uint8) + 200).unsqueeze(0),
+        lambda x: (torch.arange(100, dtype=torch.int8) + 100).unsqueeze(0).expand(2, -1),
+        lambda x: torch.arange(40000, dtype=torch.int16).unsqueeze(0),
+        lambda x: torch.arange(4096, dtype=torch.float16).unsqueeze(0),  # of numbers this large it knows every other
+    ],
+)
+def test_positions_of_a_dtype_that_cannot_count_this_far(positions):
+    assert positions(None).double().diff().ne(1).any()
+    assert answer(lambda x: ask_for_mask(positions(x))) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions_of_a_dtype_that_can(dtype):
+    assert answer(lambda x: ask_for_mask((torch.arange(300, dtype=dtype) + 200).unsqueeze(0))) is True
+
+
 def ask_for_mask_in_older_words(position_ids, or_mask_function=None, and_mask_function=None):
     return mask_function()
 
