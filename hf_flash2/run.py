@@ -2,7 +2,7 @@
 
 For programs whose options name the attention implementation, and which nobody can make import a package: lm_eval, `transformers serve`.
 Launchers start processes of their own, which know nothing of this one: `torchrun ... -m hf_flash2 run train.py` in place of
-`hf-flash2 run torchrun ... train.py`.
+`hf-flash2 run torchrun ... train.py`, which says so.
 """
 
 import argparse
@@ -11,6 +11,12 @@ import os
 import runpy
 import sys
 from importlib.metadata import entry_points
+
+# What starts Python again for the program that it is given, with the option for one that is a module.
+_LAUNCHERS = {
+    "torchrun": "-m", "torch.distributed.run": "-m", "torch.distributed.launch": "-m", "accelerate launch": "-m", "accelerate-launch": "-m",
+    "accelerate.commands.launch": "-m", "deepspeed": "--module",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program as its own command would. Returns its exit code, unless it raises SystemExit itself; 2 where there is none."""
+    for name in (args.program, " ".join((args.program, *args.arguments[:1]))):
+        if name in _LAUNCHERS:
+            print(
+                f"hf-flash2 run: {name} starts processes of its own, which do not import hf_flash2 for that; to have them do so: "
+                f"{name} ... {_LAUNCHERS[name]} hf_flash2 run PROGRAM ...",
+                file=sys.stderr,
+            )
     sys.argv = [args.program, *args.arguments]
     if args.program.endswith(".py") and os.path.isfile(args.program):
         sys.path.insert(0, os.path.dirname(os.path.abspath(args.program)))  # as Python does for a file

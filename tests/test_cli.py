@@ -173,6 +173,37 @@ def test_run_of_what_is_not_there_is_wrong_usage(program, monkeypatch, capsys, t
     assert f"hf-flash2 run: {program!r} is no command that pip installed, no module and no file ending in .py" in capsys.readouterr().err
 
 
+def test_run_of_a_launcher_says_that_its_processes_do_not_import_it(tmp_path):
+    """And how they do, which is done here as it says."""
+    (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:], 'hf_flash2' in sys.modules)")
+    launcher, advice = ["torchrun", "--standalone"], ["-m", "hf_flash2", "run"]
+    done = run_program(*launcher, "program.py", "3", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['3'] False\n"), done.stderr
+    assert f"do so: torchrun ... {' '.join(advice)} PROGRAM ...\n" in done.stderr
+    done = run_program(*launcher, *advice, "program.py", "3", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['3'] True\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["accelerate", "launch", "train.py"], "accelerate launch ... -m hf_flash2 run PROGRAM ..."),
+        (["torch.distributed.run", "train.py"], "torch.distributed.run ... -m hf_flash2 run PROGRAM ..."),
+        (["deepspeed", "train.py"], "deepspeed ... --module hf_flash2 run PROGRAM ..."),
+        (["accelerate", "env"], ""),
+        (["tool", "torchrun"], ""),
+        (["accelerate"], ""),
+    ],
+)
+def test_only_launchers_are_said_to_start_processes(argv, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    command = types.SimpleNamespace(load=lambda: lambda: None)
+    monkeypatch.setattr(run, "entry_points", lambda group, name: [command])
+    assert cli.main(["run", *argv]) == 0
+    heard = capsys.readouterr().err
+    assert heard.endswith(f"do so: {said}\n") if said else not heard
+
+
 # ---- Without torch -----------------------------------------------------------------------------------------------------------------
 
 # What may stand where torch should be: source of torch/__init__.py (None: nothing), what the report quotes of it.
