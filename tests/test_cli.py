@@ -132,25 +132,28 @@ def run_program(*argv: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 PROGRAM = """
-import sys
-from {helper} import CODE
+import os, sys
+os.chdir("/")
+from this import CODE  # what lies beside it comes before the standard library
 print(__name__, sys.argv[1:], "hf_flash2" in sys.modules)
-sys.exit(CODE)
+{end}
 """
 
 
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(sys.modules[__name__].CODE)", 7), ("", 0)])
 @pytest.mark.parametrize("how", ["file", "module"])
-def test_run_runs_a_file_or_a_module_as_python_would(how, tmp_path):
+def test_run_runs_a_file_or_a_module_as_python_would(how, end, code, tmp_path):
     folder = tmp_path / "programs" if how == "file" else tmp_path
     folder.mkdir(exist_ok=True)
-    (folder / "beside.py").write_text("CODE = 7")
-    (folder / "program.py").write_text(PROGRAM.format(helper="beside"))
+    (folder / "this.py").write_text("CODE = 7")
+    (folder / "program.py").write_text(PROGRAM.format(end=end))
     done = run_program("programs/program.py" if how == "file" else "program", "--help", "-x", "3", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (7, "__main__ ['--help', '-x', '3'] True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (code, "__main__ ['--help', '-x', '3'] True\n"), done.stderr
 
 
 def test_run_runs_a_command_that_pip_installed(tmp_path):
     (tmp_path / "pluggy.py").write_text("raise SystemExit('what lies in the folder hides what pytest imports')")
+    (tmp_path / "pytest").write_text("raise SystemExit('a file is run by a name that ends in .py')")
     done = run_program("pytest", "--version", folder=tmp_path)
     assert done.returncode == 0 and f"pytest {pytest.__version__}" in done.stdout + done.stderr
 
@@ -163,9 +166,10 @@ def test_the_exit_code_of_a_command_is_that_of_run(monkeypatch):
     assert cli.main(["run", "tool", "serve", "--port", "1"]) == 3
 
 
-@pytest.mark.parametrize("program", ["no_such_program", "no.such.module", "absent.py", "..", "a_folder"])
+@pytest.mark.parametrize("program", ["no_such_program", "no.such.module", "absent.py", "..", "", "a_folder", "a_folder.py"])
 def test_run_of_what_is_not_there_is_wrong_usage(program, monkeypatch, capsys, tmp_path):
-    (tmp_path / "a_folder").mkdir()
+    for folder in ("a_folder", "a_folder.py"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
