@@ -51,6 +51,21 @@ def test_a_forced_family_that_cannot_run_is_refused_with_the_reason(use_library,
         ops.expected_backend(torch.device("cuda", 0))
 
 
+def test_the_backend_to_expect_is_that_of_the_current_gpu(use_library, monkeypatch):
+    """Where the device names none."""
+    use_library()
+    monkeypatch.setattr(native, "forward_family", lambda index, asked: {0: 80, 1: 90}[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    found = [ops.expected_backend(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")]
+    assert found == ["cuda-sm90", "cuda-sm80", "cuda-sm90"]
+
+
+@pytest.mark.parametrize("name", ["meta", "xpu:0", "mps"])
+def test_other_devices_have_no_backend_to_expect(name):
+    with pytest.raises(ValueError, match=f"attention runs on cuda and cpu, got a tensor or model on {name}; use .*sdpa"):
+        ops.expected_backend(torch.device(name))
+
+
 def test_a_gpu_without_kernels_has_no_backend_to_expect(use_library):
     use_library(capability=75)
     with pytest.raises(native.NotAvailableError, match="need 8.0"):

@@ -236,6 +236,36 @@ def test_transforms_of_functions(device):
         torch.func.jvp(lambda q: loss(q, k[0], v[0]), (q[0],), (q[0],))
 
 
+def test_transforms_of_functions_of_sinks(device):
+    q, k, v = (x.detach() for x in problem(device)[:3])
+    sinks = torch.randn(4, device=device, requires_grad=True)
+
+    def loss(sinks):
+        return (flash_attn_func(q, k, v, causal=True, s_aux=sinks).float() ** 2).sum()
+
+    (expected,) = torch.autograd.grad(loss(sinks), sinks)
+    assert expected.any() and torch.equal(torch.func.grad(loss)(sinks.detach()), expected)
+
+
+class Dropped(torch.autograd.Function):
+    """x, without a gradient, which is not the same as one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_results_without_a_gradient_hand_none_on(device):
+    q, k, v, _ = problem(device)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    (Dropped.apply(out).sum() + Dropped.apply(lse).sum()).backward()
+    assert q.grad is k.grad is v.grad is None
+
+
 def test_dispatch_modes_see_the_op_and_plain_calls_go_straight(device):
     """What watches operators (FLOP counters, selective checkpointing, fake tensors) must not be passed by."""
     q, k, v, _ = problem(device)

@@ -6,6 +6,7 @@ import pytest
 import stand_in
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_flash2 import functional, kernels, kvcache, native, ops
 
@@ -261,6 +262,7 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
 
     monkeypatch.setattr(library, "hf_flash2_forward", launch)
     ops._forward_cuda(*tensors, *kernels.DENSE, *NUMBERS.values(), False)
+    assert (ops.plan(*tensors, None, None, None, *NUMBERS.values(), False) is None) == (name != "address")
     if name == "address":  # its strides are those of a plan
         monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
         functional.flash_attn_func(*tensors)
@@ -270,6 +272,21 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
         assert given["data"] != x.data_ptr() and given["data"] % 16 == 0
         assert [given["batch_stride"], given["token_stride"], given["head_stride"], 1] == list(x.contiguous().clone().stride())
         assert memory == bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("which", range(3))
+def test_what_the_kernels_cannot_read_is_copied_for_the_backward_of_the_op(name, which, library):
+    tensors = list(dense())
+    x = tensors[which] = UNREADABLE[name](tensors[which].contiguous())
+    out, lse = torch.empty(2, 5, 40, 4).bfloat16().transpose(2, 3), torch.empty(2, 5, 4).transpose(1, 2)
+    ops._backward_cuda(torch.empty(2, 5, 4, 40).bfloat16(), None, *tensors, out, lse, *kernels.DENSE, *NUMBERS.values(), False)
+    params = Backward.from_buffer_copy(library.calls[-1]).forward
+    given = plain(getattr(params, "qkv"[which]))
+    assert given["data"] != x.data_ptr() and given["data"] % 16 == 0
+    assert [given["batch_stride"], given["token_stride"], given["head_stride"], 1] == list(x.contiguous().clone().stride())
+    assert params.out.data != out.data_ptr() and params.softmax_lse != lse.data_ptr()
+    assert (params.out.head_stride, params.lse_head_stride) == (40, 5)
 
 
 def test_a_misaligned_tensor_is_copied_for_the_backward_too(library, monkeypatch):
@@ -322,6 +339,111 @@ def test_calls_of_one_layout_are_planned_once(library, monkeypatch):
     assert plans_of(lambda: attend(q, k, v)) == 0  # as with deterministic=True
     monkeypatch.setattr(ops, "_MAX_PLANS", len(ops.plans))
     assert plans_of(lambda: attend(q[:1, :1], k[:1], v[:1])) == 1 and len(ops.plans) == 1
+
+
+def test_calls_are_told_apart_by_each_of_their_tensors():
+    tensors = [torch.empty(2, 4, 4, 64) for _ in range(6)]
+    known = ops.forms(*tensors)
+    assert ops.forms(*(x.clone() for x in tensors)) == known
+    changes = (lambda x: x.half(), lambda x: x.to("meta"), lambda x: x.transpose(1, 2), lambda x: x[:1])
+    for i, x in enumerate(tensors):
+        for changed in (*(change(x) for change in changes), *([None] if i >= 3 else [])):
+            assert ops.forms(*tensors[:i], changed, *tensors[i + 1 :]) != known
+
+
+def test_calls_are_told_apart_by_their_tables_of_pages(library):
+    pages, q, ranges = torch.zeros(7, 128, 2, 64).half(), torch.zeros(3, 5, 4, 64).half(), int32(2, 3)
+
+    def plan(table: torch.Tensor) -> ops.Plan:
+        return ops.plan_of(q, pages, pages, None, ranges, None, (*NUMBERS.values(), False), table)
+
+    table = int32(3, 9)
+    assert plan(table) is plan(table + 1)
+    assert len({plan(table), plan(table[:, :4]), plan(int32(3, 4))}) == 3
+
+
+WANTED = [("q",), ("k",), ("v",), ("q", "k", "v"), ("s_aux",)]
+
+
+@pytest.mark.parametrize("result", ["out", "out beside lse", "out with sinks"])
+@pytest.mark.parametrize("wanted", WANTED, ids="".join)
+def test_planned_calls_have_a_gradient_where_one_is_wanted(wanted, result, library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    tensors = dict(zip("qkv", dense(), strict=True))
+    if result == "out with sinks":
+        tensors["s_aux"] = torch.zeros(4)
+    leaves = [tensors[name].requires_grad_() for name in wanted if name in tensors]
+
+    def call() -> torch.Tensor:
+        out = functional.flash_attn_func(**tensors, return_attn_probs=result == "out beside lse")
+        return out[0] if result == "out beside lse" else out
+
+    for _ in range(2):  # planned, and looked up
+        out = call()
+        assert out.requires_grad == bool(leaves)
+        with torch.no_grad():
+            assert not call().requires_grad
+        if leaves:
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            assert [x.shape for x in gradients] == [x.shape for x in leaves] and len(library.calls[-1]) == ctypes.sizeof(Backward)
+    assert len(ops.plans) == 1
+
+
+def test_planned_calls_have_no_second_derivative(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (x.requires_grad_() for x in dense())
+    (dq,) = torch.autograd.grad(functional.flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative.*eager"):
+        dq.sum().backward()
+
+
+class Watching(torch.Tensor):
+    """Sees the operations on it."""
+
+    seen: list = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return *args[2:5], torch.empty(0)  # dq, dk, dv, dsinks: any will do
+
+
+def test_the_backward_of_a_planned_call_is_not_hidden_from_who_watches(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(Watching, "seen", [])
+    q, k, v = (x.requires_grad_() for x in dense())
+    out = functional.flash_attn_func(q, k, v)
+    out.backward(torch.Tensor._make_subclass(Watching, torch.ones_like(out)))
+    assert Watching.seen == [ops.backward]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_is_plain(which):
+    """Nothing that a library of kernels would pass by."""
+    tensors = list(dense())
+    assert ops.plain(*tensors)
+    with FakeTensorMode():
+        assert not ops.plain(*tensors)
+    within = []
+    torch.func.grad(lambda x: within.append(ops.plain(*tensors[:which], x, *tensors[which + 1 :])) or x.sum())(tensors[which])
+    assert within == [False]
+    tensors[which] = tensors[which].as_subclass(Watching)
+    assert not ops.plain(*tensors)
+
+
+def test_planned_calls_of_head_dims_that_are_padded(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (x[..., :13] for x in dense())
+    shapes = [functional.flash_attn_func(q, k, v[..., :7]).shape for _ in range(2)]
+    assert shapes == [(2, 5, 4, 7)] * 2 and len(ops.plans) == 1
+
+
+def test_the_backend_of_the_last_call_is_named(library, monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    for family in (90, 80):
+        monkeypatch.setattr(library, "hf_flash2_forward", lambda *structs, family=family: family)
+        functional.flash_attn_func(*dense())
+        assert ops.last_backend() == f"cuda-sm{family}"
 
 
 def test_what_is_wrong_is_refused_behind_a_planned_call_too(library, monkeypatch):
