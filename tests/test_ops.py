@@ -72,7 +72,10 @@ def test_opcheck_of_backward(case, device, op_calls):
     dlse = torch.randn_like(lse)
     arguments = op_calls[0]
     for given in (None, dlse):
-        torch.library.opcheck(ops.backward, (torch.randn_like(out), given, *arguments[:3], out, lse, *arguments[3:]))
+        of_backward = torch.randn_like(out), given, *arguments[:3], out, lse, *arguments[3:]
+        torch.library.opcheck(ops.backward, of_backward)
+    dsinks = ops.backward(*of_backward)[3]
+    assert (dsinks.dtype, dsinks.shape) == (torch.float32, (case.heads[0],) if case.sinks else (0,))
 
 
 def padded_attention(q, k, v, mask):
