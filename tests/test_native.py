@@ -114,9 +114,10 @@ def test_a_library_is_named_by_a_relative_path_or_cut_off(monkeypatch, tmp_path,
     with pytest.raises(native.NotAvailableError, match="mine.so cannot be loaded: .*undefined symbol: hf_flash2_forward;"):
         native.library()
     whole = Path("mine.so").read_bytes()
+    monkeypatch.setenv("HF_FLASH2_LIBRARY", "cut_off.so")  # not the one that is loaded: its memory is the file's
     for size in (len(whole) // 3, len(whole) - 1):
-        Path("mine.so").write_bytes(whole[:size])
-        with pytest.raises(native.NotAvailableError, match=f"mine.so cannot be loaded: the file has been cut off: {size} of at least"):
+        Path("cut_off.so").write_bytes(whole[:size])
+        with pytest.raises(native.NotAvailableError, match=f"cut_off.so cannot be loaded: the file has been cut off: {size} of at least"):
             native.library()
 
 
