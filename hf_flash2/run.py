@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the program as its own command would. Returns its exit code, unless it raises SystemExit itself; 2 where there is none."""
     for name in (args.program, " ".join((args.program, *args.arguments[:1]))):
-        if name in _LAUNCHERS:
+        if name in _LAUNCHERS and "hf_flash2" not in args.arguments:
             print(
                 f"hf-flash2 run: {name} starts processes of its own, which do not import hf_flash2 for that; to have them do so: "
                 f"{name} ... {_LAUNCHERS[name]} hf_flash2 run PROGRAM ...",

@@ -186,6 +186,7 @@ def test_run_of_a_launcher_says_that_its_processes_do_not_import_it(tmp_path):
     assert f"do so: torchrun ... {' '.join(advice)} PROGRAM ...\n" in done.stderr
     done = run_program(*launcher, *advice, "program.py", "3", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "['3'] True\n"), done.stderr
+    assert "do so:" not in done.stderr
 
 
 @pytest.mark.parametrize(
