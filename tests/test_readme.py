@@ -152,6 +152,20 @@ def test_heads_of_512():
         assert claim in bullet
 
 
+def test_decoding_beside_cudnn():
+    rows, _ = read_csv(DOCS / "attention_shapes.csv", bench_attention.Row)
+    steps = {(row.provider, row.batch, row.seqlen): row.ms for row in rows if row.shapes == "decode" and row.queries == 1}
+    percent: dict[int, list[float]] = {}
+    for (provider, batch, seqlen), ms in steps.items():
+        if provider == "hf_flash2 sm90":
+            percent.setdefault(batch, []).append(100 * steps[("sdpa cudnn", batch, seqlen)] / ms)
+    one, eight, many = (f"{min(percent[batch]):.0f} to {max(percent[batch]):.0f}" for batch in (1, 8, 32))
+    said = f"32/8 heads, in % of cuDNN: {one} with one sequence, {eight} with 8, {many} with 32."
+    assert said in " ".join(FIGURES.split())
+    everywhere = [value for values in percent.values() for value in values]
+    assert f"after 1k to 32k cached keys: {min(everywhere):.0f} to {max(everywhere):.0f} % of cuDNN." in README
+
+
 @pytest.mark.parametrize(("text", "title"), [(README, "**Fine-tuning**"), (FIGURES, "## Fine-tuning")], ids=["README", "FIGURES"])
 def test_fine_tuning(text, title):
     runs = json.loads((DOCS / "finetune_lora.json").read_text())["runs"]
