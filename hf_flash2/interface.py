@@ -57,8 +57,9 @@ _INCOMPLETE = {
     "read_index": "says where keys lie, without write_index and cu_seq_lens_k",
 }
 _GIVEN_4D = "a 4-D attention mask was given"
-# These layers hand on the window of their model's encoder: their own masks have none, as they see all of the context.
-_WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention"}
+# These layers hand on a window that their masks do not have: that of their model's encoder, as they see all of the context, or whatever
+# sliding_window was put into their config, which does not declare one.
+_WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention", "OlmoeAttention"}
 
 
 def hf_flash2_attention(

@@ -315,6 +315,19 @@ def test_a_window_that_layers_hand_on_and_the_mask_does_not_have(padded, device)
     tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), logits(tiny.eager_in_float32(eager), **inputs))
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="OLMoE of Transformers 5 does so; that of 4.57 was not looked at")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_in_a_config_that_declares_none(packed, device):
+    """OLMoE's layers hand it on, its masks are without, and so are eager attention and SDPA."""
+    ours, eager = (tiny.model("olmoe", name, device, DTYPES[0], sliding_window=3) for name in ("hf_flash2", "eager"))
+    if packed:
+        hf_flash2.patch(ours, packed=True)
+    mask = tiny.attention_mask("right", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
+    models = (ours, eager, tiny.eager_in_float32(eager))
+    tiny.assert_as_exact_as_eager(*(logits(model, **inputs)[mask.bool()] for model in models))
+
+
 # -------------------------------------------------------------------------------------------------------------------------------- documents
 
 LENGTHS = (7, 1, 12, 4)

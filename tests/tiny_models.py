@@ -63,6 +63,7 @@ FAMILIES = {
         "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
     }),
+    "olmoe": ("OlmoeForCausalLM", _DECODER | {"num_experts": 2, "num_experts_per_tok": 2}),
     # attention sinks; one expert, so that rounding changes no route, nor the gradient of a router
     "gpt_oss": ("GptOssForCausalLM", _DECODER | {
         "num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
