@@ -81,10 +81,11 @@ class Sequences:
         if isinstance(attached, cls):
             if attached.key_mask.shape[1] != seqlen_k:
                 raise ValueError(
-                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; a decoder with a "
-                    "cache needs config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of an "
-                    "encoder-decoder cuts the mask of the encoder short under prefill_chunk_size, which such a model does not need; "
-                    'if it is none of these, use attn_implementation="sdpa"'
+                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; an "
+                    "attention_mask has to be as wide as input_ids and what a cache holds before them; a decoder with a cache needs "
+                    "config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of an encoder-decoder cuts the "
+                    "mask of the encoder short under prefill_chunk_size, which such a model does not need; if it is none of these, use "
+                    'attn_implementation="sdpa"'
                 )
             return attached
         if holds_documents(mask):

@@ -555,6 +555,15 @@ def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
         attention(Layer(), q, k, v, mask)
 
 
+@pytest.mark.parametrize("columns", [1, SEQLEN - 5, SEQLEN + 1])
+def test_a_mask_of_another_width_than_the_tokens_says_how_wide_it_has_to_be(columns, device):
+    mask = torch.ones(tiny.BATCH, columns, dtype=torch.int64, device=device)
+    mask[0, 0] = 0
+    expected = f"describes {columns} keys, but the layer has {SEQLEN}; an attention_mask has to be as wide as input_ids"
+    with pytest.raises(ValueError, match=expected):
+        tiny.model("llama", device=device)(input_ids=tiny.tokens(device), attention_mask=mask, use_cache=False)
+
+
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     made = []
     padded_batch = packing.padded_batch
