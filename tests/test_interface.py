@@ -315,7 +315,7 @@ def test_a_window_that_layers_hand_on_and_the_mask_does_not_have(padded, device)
     tiny.assert_as_exact_as_eager(logits(ours, **inputs), logits(eager, **inputs), logits(tiny.eager_in_float32(eager), **inputs))
 
 
-@pytest.mark.skipif(VERSION < (5, 0), reason="OLMoE of Transformers 5 does so; that of 4.57 was not looked at")
+@pytest.mark.skipif(VERSION < (5, 0), reason="OLMoE of 4.57 does not call the attention interface")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_window_in_a_config_that_declares_none(packed, device):
     """OLMoE's layers hand it on, its masks are without, and so are eager attention and SDPA."""
