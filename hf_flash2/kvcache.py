@@ -62,6 +62,7 @@ def flash_attn_with_kvcache(
         block_table: int32 [B, pages of the longest]: the pages where a sequence lies, one after the other. Entries behind its last page are
             not read.
         num_splits: of no effect: whether keys are split among thread blocks follows from the shapes.
+        softmax_scale: as in `functional`, but positive.
         The others as in `functional`. causal, window: aligned to the last key, new ones included.
     Returns:
         out [B, Sq, H, Dv], or (out, softmax_lse [B, H, Sq]). A sequence without keys gives out 0 and lse +inf.
