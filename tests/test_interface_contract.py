@@ -559,9 +559,14 @@ def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
 def test_a_mask_of_another_width_than_the_tokens_says_how_wide_it_has_to_be(columns, device):
     mask = torch.ones(tiny.BATCH, columns, dtype=torch.int64, device=device)
     mask[0, 0] = 0
+    model, inputs = tiny.model("llama", device=device), {"input_ids": tiny.tokens(device), "use_cache": False}
+    if VERSION < (5, 0):  # Transformers 4 itself cuts it, or fills it up with zeros, whatever the implementation
+        as_wide = torch.nn.functional.pad(mask, (0, SEQLEN - columns))
+        assert torch.equal(model(**inputs, attention_mask=mask).logits, model(**inputs, attention_mask=as_wide).logits)
+        return
     expected = f"describes {columns} keys, but the layer has {SEQLEN}; an attention_mask has to be as wide as input_ids"
     with pytest.raises(ValueError, match=expected):
-        tiny.model("llama", device=device)(input_ids=tiny.tokens(device), attention_mask=mask, use_cache=False)
+        model(**inputs, attention_mask=mask)
 
 
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
