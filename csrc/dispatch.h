@@ -1,5 +1,5 @@
 // Run-time values -> template axes. The axes of the whole library are head dim and dtype, listed here (and in instantiate.py, which writes
-// one file per combination); everything else is a run-time value or chosen inside a family.
+// files of them); everything else is a run-time value or chosen inside a family.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,7 +1,7 @@
-"""The compilation units of the library, one per (direction, kernel family, head dim, dtype), and its one generated header. Standard library
-only.
+"""The kernels of the library, one unit per (direction, kernel family, head dim, dtype), the files they are compiled in, and its one
+generated header. Standard library only.
 
-hf_flash2/build.py loads this file by path, writes the sources into its build folder and compiles each for the architectures of its family;
+hf_flash2/build.py loads this file by path, writes the files into its build folder and compiles each for the architectures of its family;
 nothing generated is ever committed. Head dims and dtypes here are the template axes of csrc/dispatch.h.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
-FAMILIES = {"sm80": ("backward", "forward"), "sm90": ("backward", "forward")}  # the slow ones first, so that the cores finish together
+FAMILIES = {"sm90": ("backward", "forward"), "sm80": ("backward", "forward")}  # the slow ones first, so that the cores finish together
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,71 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class Unit:
-    name: str  # file name without suffix, e.g. forward_sm80_hdim128_bf16
-    label: str  # for progress lines, e.g. forward d128 bf16
+    """The least that can be compiled alone."""
+
+    name: str  # e.g. forward_sm80_hdim128_bf16
+    family: str
+    direction: str
+    head_dim: int
+    dtype: str
+    source: str
+
+
+@dataclass(frozen=True)
+class File:
+    """Units that are compiled together."""
+
+    name: str  # without suffix, e.g. forward_sm90_hdim128 or forward_sm80_hdim64_96
+    label: str  # for progress lines, e.g. forward d64 d96
     family: str  # sm80: every GPU from Ampere on; sm90: Hopper only
+    same_ptx: bool  # nothing in it asks which architecture it is for, so that the PTX of the oldest does for all
     source: str
 
 
 def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
-    """Every generated unit of these head dims, the largest first."""
+    """Every unit of these head dims, the largest first."""
     return [
         Unit(
-            f"{direction}_{family}_hdim{head_dim}_{dtype}",
-            f"{direction} d{head_dim} {dtype}",
-            family,
-            _source(family, direction, head_dim, ctype),
+            f"{direction}_{family}_hdim{head_dim}_{dtype}", family, direction, head_dim, dtype, _source(family, direction, head_dim, ctype)
         )
         for family, directions in FAMILIES.items()
         for direction in directions
         for head_dim in sorted(head_dims, reverse=True)
         for dtype, ctype in DTYPES.items()
     ]
+
+
+def files(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[File]:
+    """All units of these head dims in files that take about as long to compile, at most half a minute.
+
+    PERF: the compilers take 2 s for a file before they come to what is in it. On two cores 259 s with a file for each unit, 222 s so.
+    """
+    together: dict[str, list[Unit]] = {}
+    for unit in units(head_dims):
+        together.setdefault(_file_name(unit), []).append(unit)
+    return [
+        File(
+            name,
+            _label(of_file),
+            of_file[0].family,
+            (of_file[0].family, of_file[0].direction) == ("sm80", "forward"),
+            "".join(unit.source for unit in of_file),
+        )
+        for name, of_file in together.items()
+    ]
+
+
+def _file_name(unit: Unit) -> str:
+    if unit.family == "sm90" and unit.head_dim in (192, 256):  # they have the most kernels, or the longest
+        return unit.name
+    neighbours = next(dims for dims in ((64, 96), (128, 192), (256, 512)) if unit.head_dim in dims)
+    head_dims = neighbours if unit.family == "sm80" else (unit.head_dim,)
+    return f"{unit.direction}_{unit.family}_hdim{'_'.join(map(str, head_dims))}"
+
+
+def _label(of_file: list[Unit]) -> str:
+    head_dims, dtypes = sorted({unit.head_dim for unit in of_file}), {unit.dtype for unit in of_file}
+    return " ".join([of_file[0].direction, *(f"d{head_dim}" for head_dim in head_dims), *(dtypes if len(dtypes) == 1 else [])])
 
 
 def headers() -> dict[str, str]:

@@ -358,10 +358,22 @@ class Job:
     label: str
     archs: tuple[Arch, ...]
     defines: tuple[str, ...] = ()
+    same_ptx: bool = False  # the PTX of the oldest of them is that of all, but for its name
 
     @property
     def name(self) -> str:
         return self.source.stem
+
+    @property
+    def arch_flags(self) -> list[str]:
+        """PERF: half the work of the compiler in front of ptxas, where two architectures have the same PTX."""
+        if not self.same_ptx or not self.archs:
+            return [flag for arch in self.archs for flag in arch.flags]
+        oldest = min(self.archs, key=lambda arch: int(arch.name))
+        targets = [f"sm_{arch.name}" for arch in self.archs]
+        if any(arch.ptx for arch in self.archs):
+            targets.append(f"compute_{oldest.name}")
+        return ["-gencode", f"arch=compute_{oldest.name},code=[{','.join(targets)}]"]
 
 
 def source_folder() -> Path:
@@ -457,18 +469,18 @@ def build(
 
 
 def _plan(csrc: Path, folder: Path, toolkit: Toolkit, archs: list[Arch], head_dims_text: str) -> list[Job]:
-    """Every object to compile: the generated kernel units, then the sources that lie in csrc itself."""
+    """Every object to compile: the generated files of kernels, then the sources that lie in csrc itself."""
     instantiate = _load_by_path("hf_flash2_instantiate", csrc / "instantiate.py")
     head_dims = parse_head_dims(head_dims_text, instantiate.HEAD_DIMS)
     of_family = {family: tuple(arch for arch in archs if arch.family == family) for family in ("sm80", "sm90")}
     for name, text in instantiate.headers().items():
         _write_if_changed(folder / "generated" / name, text)
     jobs = []
-    for unit in instantiate.units(head_dims):
-        if of_family[unit.family]:
-            source = folder / "units" / f"{unit.name}.cu"
-            _write_if_changed(source, unit.source)
-            jobs.append(Job(source, unit.label, of_family[unit.family]))
+    for file in instantiate.files(head_dims):
+        if of_family[file.family]:
+            source = folder / "files" / f"{file.name}.cu"
+            _write_if_changed(source, file.source)
+            jobs.append(Job(source, file.label, of_family[file.family], same_ptx=file.same_ptx))
     if not jobs:
         raise UsageError(f"hf_flash2: there are no kernels for {', '.join(arch.name for arch in archs)}; use the default {DEFAULT_ARCHS!r}")
     if not of_family["sm80"]:
@@ -521,7 +533,7 @@ def _write_ninja(folder: Path, csrc: Path, toolkit: Toolkit, compiler: HostCompi
         return Path(sources.name) / source.relative_to(csrc) if source.is_relative_to(csrc) else source.relative_to(folder)
 
     for job in jobs:
-        flags = [HOST_OPTIMISATION[job.source.suffix], *(flag for arch in job.archs for flag in arch.flags)]
+        flags = [HOST_OPTIMISATION[job.source.suffix], *job.arch_flags]
         flags += [f"-D{define}" for define in job.defines]
         targets = " ".join(target for arch in job.archs for target in arch.targets)
         lines += [

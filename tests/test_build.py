@@ -358,10 +358,41 @@ def test_performance_messages_fail(message, line):
 
 def test_committed_allowances_are_complete():
     """An allowance of a unit that does not exist would allow nothing, and nobody would miss it."""
-    units = [unit.name for unit in build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py").units()]
+    instantiate = build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py")
+    files = [file.name for file in instantiate.files()]
     for pattern, entry in json.loads((ROOT / "csrc" / "spills.json").read_text()).items():
         assert entry["bytes"] > 0 and len(entry["reason"]) > 20, pattern
-        assert fnmatch.filter(units, pattern.split(":")[0]), pattern
+        assert fnmatch.filter(files, pattern.split(":")[0]), pattern
+        assert set(map(int, re.findall(r"(?<=kernelILi)\d+", pattern))) <= set(instantiate.HEAD_DIMS), pattern
+
+
+@pytest.mark.parametrize("head_dims", [(64,), (96, 128, 512), (64, 96, 128, 192, 256, 512)])
+def test_every_unit_is_in_one_file(head_dims):
+    instantiate = build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py")
+    units, files = instantiate.units(head_dims), instantiate.files(head_dims)
+    assert len({file.name for file in files}) == len(files)
+    assert sorted(text for file in files for text in file.source.split("#include")[1:]) == sorted(
+        unit.source.removeprefix("#include") for unit in units
+    )
+    assert {unit.head_dim for unit in units} == set(head_dims)
+    for file in files:
+        assert file.source.count(f"hf_flash2::{file.family} {{") == file.source.count("#include"), file.name
+
+
+@pytest.mark.parametrize(
+    "archs, flags",
+    [
+        ("80;90+PTX", "arch=compute_80,code=[sm_80,sm_90,compute_80]"),
+        ("90;86", "arch=compute_86,code=[sm_90,sm_86]"),
+        ("100+PTX;90", "arch=compute_90,code=[sm_100,sm_90,compute_90]"),
+        ("90+PTX", "arch=compute_90,code=[sm_90,compute_90]"),
+    ],
+)
+def test_what_has_the_same_ptx_everywhere_is_compiled_to_that_of_the_oldest(archs, flags):
+    job = build.Job(Path("x.cu"), "x", tuple(build.parse_archs(archs)), same_ptx=True)
+    assert job.arch_flags == ["-gencode", flags]
+    assert build.Job(Path("x.cpp"), "x", (), same_ptx=True).arch_flags == []
+    assert build.Job(Path("x.cu"), "x", job.archs).arch_flags == [flag for arch in job.archs for flag in arch.flags]
 
 
 # ---- Real builds of a stand-in source tree -----------------------------------------------------------------------------------------
@@ -371,15 +402,16 @@ from dataclasses import dataclass
 HEAD_DIMS = (64, 128)
 
 @dataclass(frozen=True)
-class Unit:
+class File:
     name: str
     label: str
     family: str
+    same_ptx: bool
     source: str
 
-def units(head_dims=HEAD_DIMS):
+def files(head_dims=HEAD_DIMS):
     source = '#include "kernel.cuh"\\ntemplate __global__ void kernel<{}>(float*);\\n'
-    return [Unit(f"forward_sm80_hdim{d}_bf16", f"forward d{d} bf16", "sm80", source.format(d)) for d in head_dims]
+    return [File(f"forward_sm80_hdim{d}", f"forward d{d}", "sm80", d == 128, source.format(d)) for d in head_dims]
 
 def headers():
     return {"generated.cuh": "constexpr int kGenerated = 1;"}
@@ -446,7 +478,7 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
     lines = tree.build()
     progress = [line for line in lines if line.startswith("[")]
     assert sorted(line.split("] ")[1] for line in progress) == [
-        "api", "forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"
+        "api", "forward d128 sm_80", "forward d64 sm_80", "link libhf_flash2.so"
     ]  # fmt: skip
     assert [line.split("]")[0] for line in progress] == [f"[{i}/4" for i in range(1, 5)]
     assert re.fullmatch(r"hf_flash2: built .* in \d+ s, largest compiler process [\d.]+ GiB", lines[-1])
@@ -459,10 +491,40 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
     assert compiled() == []
     time.sleep(0.01)
     (tree.csrc / "kernel.cuh").write_text(KERNEL + "// changed\n")
-    assert compiled() == ["api", "forward d128 bf16 sm_80", "forward d64 bf16 sm_80", "link libhf_flash2.so"]  # api: digest_of_sources
+    assert compiled() == ["api", "forward d128 sm_80", "forward d64 sm_80", "link libhf_flash2.so"]  # api: digest_of_sources
     time.sleep(0.01)
     (tree.csrc / "api.cpp").write_text(API + "// changed\n")
     assert compiled() == ["api", "link libhf_flash2.so"]
+
+
+@needs_compiler
+def test_a_file_of_the_same_ptx_has_machine_code_for_each_architecture(tree):
+    """d 128 is said to be one, d 64 is not."""
+    tree.build(archs="80;90+PTX")
+    logs = {path.name: path.read_text() for path in (tree.folder / "objects").glob("forward_*.log")}
+    assert len(logs) == 2 and all(re.findall(r"for '(\w+)'", text) == ["sm_80", "sm_90"] for text in logs.values()), logs
+    commands = (tree.folder / "build.ninja").read_text()
+    assert "arch=compute_80,code=[sm_80,sm_90,compute_80]" in commands and "arch=compute_90,code=[sm_90,compute_90]" in commands
+
+
+@needs_compiler
+def test_kernels_that_are_said_to_have_the_same_ptx_everywhere_have_it(tmp_path):
+    """CUDA's headers, too, ask for the architecture: where they answer differently, an older one's code is not what was measured."""
+    instantiate = build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py")
+    toolkit, same = build.find_toolkit(), [file for file in instantiate.files((64,)) if file.same_ptx]
+    assert same
+    includes = [flag for path in ("include", "include/cccl") for flag in ("-isystem", str(toolkit.root / path))]
+    for file in same:
+        (tmp_path / f"{file.name}.cu").write_text(file.source)
+        texts = {}
+        for arch in build.parse_archs(build.DEFAULT_ARCHS):
+            if arch.family == file.family:
+                output = tmp_path / f"{arch.name}.ptx"
+                options = ["-ptx", "-std=c++17", "-arch", f"compute_{arch.name}", *includes, "-I", ROOT / "csrc", "-o", output]
+                subprocess.run([toolkit.root / "bin" / "nvcc", *options, tmp_path / f"{file.name}.cu"], check=True)
+                # but for their target and the names of what a file keeps to itself, which have the number of a process in them
+                texts[arch.name] = re.sub(rf"\.target sm_{arch.name}\b|\w*_GLOBAL__N_\w*", "", output.read_text())
+        assert len(texts) == 2 and texts["80"] == texts["90"], file.name
 
 
 @needs_compiler
@@ -600,10 +662,10 @@ def test_library_hides_the_cuda_runtime(tree):
 @needs_compiler
 def test_spill_fails_a_strict_build_and_is_reported_by_the_default_one(tree):
     (tree.csrc / "kernel.cuh").write_text(SPILLING_KERNEL)
-    with pytest.raises(build.BuildError, match=r"forward_sm80_hdim64_bf16:sm_80:\S+: spills \d+ bytes"):
+    with pytest.raises(build.BuildError, match=r"forward_sm80_hdim64:sm_80:\S+: spills \d+ bytes"):
         tree.build(head_dims="64", strict=True)
     assert any("findings on the machine code, such as register spills: 1 " in line for line in tree.build(head_dims="64"))
-    (tree.csrc / "spills.json").write_text(json.dumps({"forward_sm80_hdim64_*:sm_80:*": {"bytes": 100000, "reason": "a test"}}))
+    (tree.csrc / "spills.json").write_text(json.dumps({"forward_sm80_hdim64:sm_80:*": {"bytes": 100000, "reason": "a test"}}))
     assert not any("findings" in line for line in tree.build(head_dims="64", strict=True))
 
 

@@ -29,19 +29,22 @@ __device__ __forceinline__ void clear_gaps(const HfFlash2BackwardParams& params,
   for_each_backward_gap(params, worker, workers, ClearRows{});
 }
 
-// kHeadDim and T only keep the kernels of compilation units apart.
-template <int kHeadDim, typename T, typename Params>
+namespace {  // each file has its own
+
+template <typename Params>
 __global__ void __launch_bounds__(kClearThreads) clear_gaps_kernel(const __grid_constant__ Params params) {
   constexpr int kWarps = kClearThreads / 32;
   clear_gaps(params, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
 }
 
 // Launches it where there may be some. `forward`: params, or those of its forward.
-template <int kHeadDim, typename T, typename Params>
+template <typename Params>
 void launch_clear_gaps(const Params& params, const HfFlash2ForwardParams& forward) {
   if (!may_have_gaps(params)) return;
-  launch<clear_gaps_kernel<kHeadDim, T, Params>>(params, 4 * multiprocessors(forward.device), kClearThreads, 0, forward.device,
-                                                 forward.stream, "attention, gaps");
+  launch<clear_gaps_kernel<Params>>(params, 4 * multiprocessors(forward.device), kClearThreads, 0, forward.device, forward.stream,
+                                    "attention, gaps");
 }
+
+}  // namespace
 
 }  // namespace hf_flash2::sm80

@@ -11,7 +11,7 @@ template <int kHeadDim, typename T, TileVariant kVariant>
 void launch_forward(const HfFlash2ForwardParams& params) {
   using Shape = ForwardShape<kHeadDim, kVariant>;
   const int64_t blocks = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
-  launch_clear_gaps<kHeadDim, T>(params, params);
+  launch_clear_gaps(params, params);
   if (params.dropout_p > 0.f || params.softcap > 0.f || params.block_table != nullptr)
     launch<forward_kernel<kHeadDim, T, kVariant, true>>(params, blocks, Shape::kThreads, Shape::kSharedBytes, params.device, params.stream,
                                                         "attention forward");

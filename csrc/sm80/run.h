@@ -1,4 +1,4 @@
-// The entry points of the mma.sync family, one instance per head dim and dtype, each compiled in a file of its own (instantiate.py).
+// The entry points of the mma.sync family, one instance per head dim and dtype, in the files of instantiate.py.
 #pragma once
 #include <stdint.h>
 

@@ -127,9 +127,10 @@ struct CombineArguments {
 // PERF: of a brief call this kernel is a third, most of it instructions that come from memory, as other kernels ran since the last time. So
 // there are few of them, and while the kernel before still computes, all but the stores run once on no shares. One query, one sequence of 1k: 15.9
 // -> 11.3 us. TUNING.md, "Brief calls".
-template <typename Shape, typename T>
+// kHeadDim keeps the kernels of different files apart.
+template <int kHeadDim, int kHeadDimV, typename T>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ CombineArguments arguments) {
-  using Row = CombinedRow<Shape::kTaskOutColumns>;
+  using Row = CombinedRow<kHeadDimV>;
   constexpr int kPieces = Row::kPieces;
   __shared__ float4 out_of_ways[kPieces * kCombineThreads];
   __shared__ float2 sum_of_ways[kCombineWarps];  // max, sum

@@ -136,20 +136,22 @@ int whole_pairs(int pairs, int resident) {
   return Shape::kBlocksPerSm == 1 && rest * 5 <= resident * 4 ? pairs - rest : pairs;
 }
 
+namespace {  // each file has its own
 // Before a forward that counts tiles.
-template <typename Shape, typename T>
 __global__ void clear_counter_kernel(const __grid_constant__ ForwardArguments arguments) {
   let_next_kernel_begin();
   if (threadIdx.x == 0) *arguments.next_tile = 0;
 }
+}  // namespace
 
 template <typename Shape, typename T>
 void launch_combine(const HfFlash2ForwardParams& params, int splits) {
   CombineArguments arguments{params, ForwardResults::of_shares(params, splits), splits, 1};
   while (arguments.ways < kCombineWarps && arguments.ways * kSharesAtOnce < splits) arguments.ways *= 2;
   const int64_t rows = int64_t{params.batch} * params.heads_q * params.max_seqlen_q;
-  launch<combine_kernel<Shape, T>>(arguments, ceil_div(rows, kCombineWarps / arguments.ways), kCombineThreads, 0, params.device,
-                                   params.stream, "attention forward, sm90, combine", Start::kEarly);
+  launch<combine_kernel<Shape::kHeadDim, Shape::kTaskOutColumns, T>>(arguments, ceil_div(rows, kCombineWarps / arguments.ways),
+                                                                     kCombineThreads, 0, params.device, params.stream,
+                                                                     "attention forward, sm90, combine", Start::kEarly);
 }
 
 template <typename Shape, typename T>
@@ -185,7 +187,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   Start start = Start::kInOrder;
   if (plan.counts_tiles) {
     arguments.next_tile = static_cast<int32_t*>(params.workspace);
-    launch<clear_counter_kernel<Shape, T>>(arguments, 1, 32, 0, params.device, params.stream, "attention forward, sm90, counter");
+    launch<clear_counter_kernel>(arguments, 1, 32, 0, params.device, params.stream, "attention forward, sm90, counter");
     start = Start::kEarly;
   }
   const int units = static_cast<int>(arguments.scheduler.units() * splits);
