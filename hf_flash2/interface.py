@@ -59,7 +59,7 @@ _INCOMPLETE = {
 _GIVEN_4D = "a 4-D attention mask was given"
 # These layers hand on a window that their masks do not have: that of their model's encoder, as they see all of the context, or whatever
 # sliding_window was put into their config, which does not declare one.
-_WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention", "OlmoeAttention"}
+_WITHOUT_WINDOW = {"DiffusionGemmaDecoderTextAttention", "OlmoeAttention", "PaddleOCRAttention"}
 
 
 def hf_flash2_attention(

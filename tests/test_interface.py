@@ -1,5 +1,6 @@
 """Models with attn_implementation="hf_flash2" against the same models with eager attention: logits, gradients, generation, causality."""
 
+import copy
 import itertools
 
 import pytest
@@ -326,6 +327,24 @@ def test_a_window_in_a_config_that_declares_none(packed, device):
     inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask, "use_cache": False}
     models = (ours, eager, tiny.eager_in_float32(eager))
     tiny.assert_as_exact_as_eager(*(logits(model, **inputs)[mask.bool()] for model in models))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "PaddleOCRTextConfig"), reason="this Transformers has no PaddleOCR-VL")
+def test_a_window_of_layer_types_that_no_mask_has(device):
+    """PaddleOCR-VL's text layers ask their config's layer_types, its masks do not."""
+    config = transformers.PaddleOCRTextConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        layer_types=["sliding_attention"] * 2, sliding_window=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ours = transformers.PaddleOCRTextModel._from_config(config, attn_implementation="hf_flash2").to(device, DTYPES[0]).eval()
+    eager = transformers.PaddleOCRTextModel._from_config(copy.deepcopy(config), attn_implementation="eager").to(device, DTYPES[0]).eval()
+    eager.load_state_dict(ours.state_dict())
+    inputs = {"input_ids": tiny.tokens(device), "use_cache": False}
+    with torch.no_grad():
+        states = [model(**inputs).last_hidden_state for model in (ours, eager, tiny.eager_in_float32(eager))]
+    tiny.assert_as_exact_as_eager(*states)
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- documents
