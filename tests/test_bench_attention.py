@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from hf_flash2 import bench_attention as bench
-from hf_flash2 import bench_points, bench_providers, cli, kernels, native, ops
+from hf_flash2 import bench_points, bench_providers, bench_shared, cli, kernels, native, ops
 from hf_flash2.bench_shared import ragged_lengths, read_csv, reason_not_writable, write_csv
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,6 +95,13 @@ def test_windows_stand_beside_full_causal():
     assert {point.kind for point in points_of("window", "--head-dim", "512") if point.window is not None} == {"window"}
 
 
+def test_a_sequence_longer_than_the_tokens_is_one_row():
+    """A head wider than the hidden size, one head."""
+    for shapes in ("papers", "ragged", "mla", "dropout", "wide"):
+        points = points_of(shapes, "--seqlen", "64", "--tokens", "32", "--hidden-size", "16", "--head-dim", "24", "--fill", "1")
+        assert {(p.batch, p.heads) for p in points} == {(1, 16 if shapes == "mla" else 1)}, shapes
+
+
 def test_small_grids_leave_multiprocessors_without_a_block():
     points = points_of("small")
     assert {p.heads for p in points} == {4, 8, 16} and {p.head_dim for p in points} == {64, 128}
@@ -148,7 +155,7 @@ def test_padding_is_no_work():
     assert ragged.tflop == pytest.approx(0.5 * 4 * 8 * 64 * (1024**2 + 100**2) / 1e12)
 
 
-@pytest.mark.parametrize(("batch", "seqlen", "fill"), ((16, 2048, 0.33), (4, 8192, 0.29), (8, 64, 1.0), (4, 64, 0.5), (3, 32, 0.05)))
+@pytest.mark.parametrize(("batch", "seqlen", "fill"), ((16, 2048, 0.33), (4, 8192, 0.29), (8, 64, 1.0), (3, 32, 0.05), (4, 64, 1 / 64)))
 def test_lengths_have_the_fill_asked_for(batch, seqlen, fill):
     lengths = ragged_lengths(batch, seqlen, fill)
     assert lengths == ragged_lengths(batch, seqlen, fill) and len(lengths) == batch
@@ -376,6 +383,34 @@ def test_points_take_turns_with_their_baseline(few_calls):
     assert queued == points[:3] * (1 + bench.MIN_ROUNDS) + points[3:] * (1 + bench.MIN_ROUNDS)
 
 
+@pytest.mark.parametrize(("slowest_ms", "rounds"), ((0.0, 100), (10.0, 30), (1000.0, 10)))
+def test_rounds_follow_from_the_slowest_call(slowest_ms, rounds, monkeypatch):
+    monkeypatch.setattr(bench, "release_memory", lambda device: None)
+    clock = types.SimpleNamespace(queue=lambda call: call(), milliseconds=list)  # a call says how long it takes
+    point = dataclasses.replace(SMALL["dense"], mode="fwd")
+    found = [dense_provider(f"takes {ms}", lambda ms=ms: ms) for ms in (slowest_ms, slowest_ms / 20)]
+    times = bench.measure([point], found, torch.device("cpu"), clock)[point]
+    assert times == {f"takes {ms}": [ms] * rounds for ms in (slowest_ms, slowest_ms / 20)}
+
+
+@pytest.mark.parametrize(("mode", "attended", "differentiated"), (("fwd", 2, 0), ("bwd", 1, 2), ("fwd+bwd", 2, 2)))
+def test_what_a_mode_times(mode, attended, differentiated):
+    """Two calls: of the backward alone, the forward runs once, before."""
+    x, forwards, backwards = torch.ones(3, requires_grad=True), [], []
+
+    def attend():
+        forwards.append(1)
+        out = 2 * x
+        out.register_hook(lambda _: backwards.append(1))
+        return out
+
+    call = bench.timed_call(mode, bench_providers.Work(attend, (x,), torch.full((3,), 5.0)))
+    for _ in range(2):
+        (result,) = [call()] if mode == "fwd" else call()
+        assert result.tolist() == [2.0 if mode == "fwd" else 10.0] * 3
+    assert (len(forwards), len(backwards)) == (attended, differentiated)
+
+
 @pytest.mark.parametrize("error", (torch.OutOfMemoryError("no memory\nmore"), ValueError("no memory"), NotImplementedError("no memory")))
 def test_one_that_cannot_run_is_left_out_with_its_reason(few_calls, capsys, error):
     def fails():
@@ -462,6 +497,18 @@ def test_every_call_of_another_build_goes_to_it(few_calls, monkeypatch):
     assert len(called) == 2 * (bench.WARM_UP_CALLS + 1 + bench.MIN_ROUNDS)
 
 
+def test_every_call_of_a_family_is_held_to_it(few_calls, monkeypatch):
+    monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
+    called = []
+    point = dataclasses.replace(SMALL["dense"], mode="fwd")
+    families = ("sm80", "sm90", None)
+    found = [
+        dense_provider(str(name), lambda name=name: called.append((name, os.environ.get("HF_FLASH2_FAMILY"))), name) for name in families
+    ]
+    measure(point, found)
+    assert set(called) == {(name, name) for name in families} and len(called) == 3 * (bench.WARM_UP_CALLS + 1 + bench.MIN_ROUNDS)
+
+
 KINDS = " padded", " packed", " paged"  # of ours, beside the one for dense batches
 
 
@@ -532,7 +579,22 @@ def test_every_set_of_shapes_runs_to_its_csv(few_calls, tmp_path, capsys, monkey
     compared = {line["shapes"] for line in lines if line["percent_of_baseline"]}
     assert compared == {"gqa", "ragged", "window", "dropout"}
     assert plots == [(f"b-{name}.png", {name}) for name in bench_points.SHAPES]
-    assert "% of dense batch of equal work" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "% of dense batch of equal work" in printed and all(f"  {name}  " in printed for name in ours)
+
+
+def test_what_was_measured_before_an_interrupt_is_in_the_csv(few_calls, tmp_path):
+    def prepare(problem):
+        if problem.point.seqlen == 64:
+            raise KeyboardInterrupt
+        return bench_providers.dense(problem)
+
+    small = ["--mode", "fwd", "--seqlen", "32", "64", "--tokens", "64", "--hidden-size", "16", "--head-dim", "16", "--causal", "yes"]
+    args = parse(*small, "--csv", str(tmp_path / "b.csv"))
+    with pytest.raises(KeyboardInterrupt):
+        bench.benchmark(args, [bench_providers.Provider("ours", prepare, ("dense",), "sm90")], torch.device("cpu"), FakeClock())
+    (row,), _ = read_csv(tmp_path / "b.csv", bench.Row)
+    assert row.seqlen == 32
 
 
 # --------------------------------------------------------------------------------------------------------------- statistics and output
@@ -577,6 +639,8 @@ def test_csv_and_table(tmp_path):
     assert lines[0] | {"heads": "32", "heads_k": "32", "window": "", "fill": "1", "batch": "32"} == lines[0]
     line = bench.format_line(points[0], measured(points[0]), ["hf_flash2 sm80", "not there", "sdpa cudnn"])
     assert line.split()[:7] == ["fwd", "64", "32/32", "full", "32", "x", "512"]
+    ours = measured(points[0])[0]
+    assert f" {bench.digits(ours.tflops)} ({bench.digits(ours.rate(2.6))}-{bench.digits(ours.rate(1.4))}) " in line  # slow to fast
     assert line.endswith(" 50") and " - " in line
 
 
@@ -623,6 +687,18 @@ def test_a_csv_is_drawn_again_without_a_gpu(tmp_path, capsys, monkeypatch):
     assert f"wrote {tmp_path / 'f-papers.png'}" in capsys.readouterr().out
 
 
+def test_a_csv_from_before_there_was_dropout_is_read(tmp_path):
+    rows = measured(dense_point())
+    write_csv(tmp_path / "b.csv", bench.Row, rows, ENVIRONMENT)
+    with (tmp_path / "b.csv").open(newline="") as file:
+        names, *lines = csv.reader(file)
+    at = names.index("dropout")
+    older = [",".join(line[:at] + line[at + 1 :]) for line in (names, *lines)]
+    (tmp_path / "b.csv").write_text("\n".join(older) + "\n")
+    read, environment = read_csv(tmp_path / "b.csv", bench.Row)
+    assert environment == ENVIRONMENT and [row.dropout for row in read] == [0.0] * len(rows)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -645,6 +721,20 @@ def test_what_is_no_csv_of_the_benchmark_is_refused(change, reason, tmp_path, ca
     assert f"--from-csv {path}" in said and reason in said
 
 
+def test_a_csv_is_not_drawn_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_shared, "reason_no_figure", lambda: "a figure needs matplotlib")
+    write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
+    assert cli.main(["bench", "attention", "--from-csv", str(tmp_path / "b.csv"), "--plot", str(tmp_path / "b.png")]) == 2
+    assert "a figure needs matplotlib" in capsys.readouterr().err
+
+
+def test_the_version_of_cudnn_is_written_as_its_makers_do(monkeypatch):
+    versions = {91002: "9.10.2", 90701: "9.7.1", None: "0.0.0"}
+    for number, text in versions.items():
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
+        assert bench_shared.describe_environment(torch.device("cpu"))["cudnn"] == text
+
+
 def test_a_figure_has_to_go_somewhere(tmp_path, capsys):
     write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
     assert cli.main(["bench", "attention", "--from-csv", str(tmp_path / "b.csv")]) == 2
@@ -659,6 +749,21 @@ def test_decode_is_shown_in_gigabytes_per_second():
     assert line[4:8] == ["1", "x", "1/1024", "1.00"] and line[8] == bench.digits(row.gb_per_s)
     (dense,) = bench.rows_of(dense_point(), {"hf_flash2 sm90": [2.0]})
     assert dense.rate(2.0) == dense.tflops
+
+
+def test_the_x_axis_runs_from_the_shortest_to_the_longest():
+    points = points_of("papers", "--seqlen", "2048", "512", "1024")
+    assert bench.x_axis(bench_points.SHAPES["papers"], points) == ["512", "1k", "2k"]
+    windows = points_of("window", "--window", "1024", "96", "128")
+    assert bench.x_axis(bench_points.SHAPES["window"], windows) == ["96", "128", "1k"]
+
+
+def test_a_baseline_is_drawn_as_it_was_measured():
+    dense, ragged = points_of("ragged", "--mode", "fwd", "--head-dim", "64", "--seqlen", "2048")
+    baseline = bench.rows_of(dense, {"hf_flash2 sm80": [2.0], "hf_flash2 sm90": [1.0]})
+    rows = bench.rows_of(ragged, {"hf_flash2 sm80 padded": [4.0], "hf_flash2 sm90 packed": [3.0], "sdpa flash": [1.0]}, baseline)
+    curves = bench.baseline_curves(rows, bench_points.SHAPES["ragged"], ["8 x 1k", "16 x 2k"])
+    assert curves == {row.provider: ([1], [pytest.approx(row.tflops)]) for row in baseline}
 
 
 @pytest.mark.parametrize("shapes", bench_points.SHAPES)

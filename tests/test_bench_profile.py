@@ -167,6 +167,11 @@ def test_gaps_that_the_trace_ties_to_no_launch_are_no_waits():
     assert profile.format_breakdown(found).splitlines()[0].endswith("; waits for the host 0.0 ms")
 
 
+def test_a_step_that_was_faster_than_its_kernels_is_not_idle():
+    """The profiled step is another than the timed ones."""
+    assert profile.breakdown("tiny", "sdpa", 5.0, TRACE).gpu_ms[profile.IDLE] == 0.0
+
+
 def test_a_step_without_kernels_is_idle():
     found = profile.breakdown("tiny", "sdpa", 20.0, [])
     assert found.gpu_ms[profile.IDLE] == 20.0 and found.launches == 0 and found.host_ms == 0.0
@@ -179,6 +184,6 @@ def test_files(tmp_path):
     profile.write(tmp_path / "new" / "p.json", steps, {"gpu": "some GPU", "date": "2026-01-01"})
     written = json.loads((tmp_path / "new" / "p.json").read_text())
     assert written["environment"]["gpu"] == "some GPU" and len(written["steps"]) == 4
-    assert written["steps"][0]["gpu_ms"]["matrix products"] == 7.0
+    assert written["steps"][0]["gpu_ms"]["matrix products"] == 7.0 and written["steps"][0]["gpu_ms"]["attention"] == 1.5
     assert {"waits_ms", "last_wait_ms", "turnaround_ms"} <= written["steps"][0].keys()
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")

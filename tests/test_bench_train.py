@@ -6,12 +6,13 @@ import csv
 import dataclasses
 import json
 import re
+import types
 
 import pytest
 import torch
 import transformers
 
-from hf_flash2 import bench_shared, cli
+from hf_flash2 import bench_profile, bench_shared, cli
 from hf_flash2 import bench_train as bench
 from hf_flash2.bench_shared import write_csv
 
@@ -189,6 +190,30 @@ def test_an_arm_that_computes_something_else_is_found(capsys, monkeypatch):
     assert re.search("tiny: the (loss|gradient) of hf_flash2 is", capsys.readouterr().out)
 
 
+def test_statistics_are_of_real_tokens_and_against_the_first_arm_that_ran():
+    batch = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.arange(16).view(2, 8) < 10}
+    training = types.SimpleNamespace(batch=batch, size=7, compiled=False)
+    samples = {
+        "eager": bench.Samples(outcome=bench.OUT_OF_MEMORY, seconds=[1.0], losses=[9.0], gradient_norm=9.0),
+        "sdpa": bench.Samples(seconds=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], losses=[2.0, 4.0], gradient_norm=2.0, peak_bytes=3 * 2**30),
+        "hf_flash2": bench.Samples(seconds=[0.5], losses=[3.5], gradient_norm=3.0, backend="reference"),
+    }
+    eager, sdpa, ours = bench.rows_of("tiny", training, parse(), samples)
+    assert (eager.outcome, eager.tokens_per_second, eager.step_ms, eager.loss, eager.gradient_ratio) == ("out of memory", *[None] * 4)
+    speeds = (sdpa.tokens_per_second_p20, sdpa.tokens_per_second, sdpa.tokens_per_second_p80)
+    assert speeds == pytest.approx((10 / 5, 10 / 3.5, 10 / 2)) and sdpa.step_ms == pytest.approx(3500)
+    assert (sdpa.loss, sdpa.loss_difference, sdpa.gradient_ratio, sdpa.peak_gib) == (3.0, 0.0, 1.0, 3.0)
+    assert (ours.loss_difference, ours.gradient_ratio, ours.peak_gib, ours.backend) == (0.5, 1.5, None, "reference")
+    assert (ours.batch, ours.seqlen, ours.real_tokens, ours.parameters, ours.timed_steps) == (2, 8, 10, 7, 1)
+
+
+def test_a_profile_is_of_the_time_without_the_profiler(monkeypatch):
+    training = make_training()
+    monkeypatch.setattr(bench_profile, "profiled_step", lambda step, synchronize: [])
+    samples = {"sdpa": bench.Samples(seconds=[1.0, 2.0, 6.0]), "eager": bench.Samples(outcome=bench.OUT_OF_MEMORY)}
+    assert [(found.arm, found.step_ms) for found in bench.profile("tiny", training, samples)] == [("sdpa", 2000.0)]
+
+
 def row(arm: str = "sdpa", **changes: object) -> bench.Row:
     plain = bench.Row(
         preset="1b-ragged", arm=arm, outcome="ok", tokens_per_second=1e4, tokens_per_second_p20=9e3, tokens_per_second_p80=1.1e4,
@@ -261,6 +286,7 @@ def test_plot_and_table(tmp_path):
     bench.plot(tmp_path / "t.png", rows, ENVIRONMENT)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert bench.format_row(rows[0]).split() == ["eager", "out", "of", "memory"]
+    assert bench.tick({("1b-ragged", "sdpa"): rows[1]}, "1b-ragged", bench.ARMS) == "1b-ragged\n16 x 2048, 69% padding"
     assert bench.format_row(rows[1]).split()[:5] == ["sdpa", "10,000", "(9,000-11,000)", "1.0", "60.0"]
 
 

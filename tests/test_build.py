@@ -105,11 +105,28 @@ def test_old_toolkit(only_these_toolkits, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "find_host_compiler", lambda: build.HostCompiler("g++"))
     nvcc = tmp_path / "path" / "bin" / "nvcc"
     assert f"no nvcc that will do: CUDA toolkit must be at least 12.5, got 11.8.89 from PATH ({nvcc});" in build.reason_not_buildable()
+    make_nvcc(tmp_path / "packages" / "nvidia" / "cu13", "12.4.131")
+    assert "got 12.4.131 from the nvidia-cuda-nvcc package" in build.reason_not_buildable()  # the first that was found
     make_nvcc(tmp_path / "packages" / "nvidia" / "cu13")
     assert build.find_toolkit().version == "13.0.88"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "path"))
     with pytest.raises(build.BuildError, match=r"at least 12.5, got 11.8.89 from CUDA_HOME"):
         build.find_toolkit()
+
+
+def test_the_oldest_toolkit_that_will_do(only_these_toolkits, tmp_path):
+    make_nvcc(tmp_path / "path", "12.5.40")
+    assert build.find_toolkit().version == "12.5.40"
+
+
+def test_ninja_of_this_python_is_taken_before_one_on_path(monkeypatch, tmp_path):
+    """A virtual environment need not be activated."""
+    own, on_path = (make_executable(tmp_path / folder / "ninja", "") for folder in ("scripts", "path"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(own.parent) if name == "scripts" else None)
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    assert build.find_ninja() == str(own)
+    own.unlink()
+    assert build.find_ninja() == str(on_path)
 
 
 # ---- Finding the host compiler -----------------------------------------------------------------------------------------------------
@@ -171,6 +188,14 @@ def test_reason_not_buildable_names_what_is_missing(only_these_toolkits, monkeyp
     assert build.reason_not_buildable() is None
 
 
+@pytest.mark.parametrize(("value", "skips"), [("1", True), ("yes", True), ("", False), ("0", False), ("No", False), ("OFF", False)])
+def test_values_that_skip_the_kernels(monkeypatch, value, skips):
+    monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", value)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    reason = "HF_FLASH2_SKIP_CUDA is set" if skips else "the CUDA library is built on Linux only, this is darwin"
+    assert build.reason_not_buildable().startswith(reason)
+
+
 def test_if_possible_succeeds_without_a_compiler(monkeypatch, capsys):
     monkeypatch.setenv("HF_FLASH2_SKIP_CUDA", "1")
     assert build_main("--if-possible") == 0
@@ -213,7 +238,7 @@ def test_archs_that_cannot_be(text):
 
 def test_head_dims():
     assert build.parse_head_dims("", (64, 128)) == (64, 128)
-    assert build.parse_head_dims("128 64", (64, 96, 128)) == (64, 128)
+    assert build.parse_head_dims("128 64", (64, 96, 128)) == build.parse_head_dims("64,128,64", (64, 96, 128)) == (64, 128)
     with pytest.raises(build.BuildError, match="must be among 64, 128; got 80"):
         build.parse_head_dims("64,80", (64, 128))
     with pytest.raises(build.BuildError, match="must be among 64, 128; got ','"):
@@ -230,9 +255,10 @@ def test_jobs_from_cores_and_free_memory(monkeypatch, cores, free_gib, jobs):
 def test_max_jobs_is_honoured(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "7")
     assert build.choose_jobs() == (7, "MAX_JOBS")
-    monkeypatch.setenv("MAX_JOBS", "many")
-    with pytest.raises(build.BuildError, match="MAX_JOBS must be a positive number, got 'many'"):
-        build.choose_jobs()
+    for value in ("many", "0"):  # 0 would be any number of jobs to ninja
+        monkeypatch.setenv("MAX_JOBS", value)
+        with pytest.raises(build.BuildError, match=f"MAX_JOBS must be a positive number, got '{value}'"):
+            build.choose_jobs()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +317,14 @@ def test_control_groups_of_this_process(monkeypatch, groups, folders, tmp_path):
     assert build._cgroup_folders("memory") == [tmp_path / folder for folder in folders]
 
 
+def test_the_group_of_cpu_is_not_that_of_cpuset(monkeypatch, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.stat").touch()
+    monkeypatch.setattr(build, "_text", lambda path: "12:cpuset:/x\n4:cpuacct,cpu:/job" if path.name == "cgroup" else "")
+    monkeypatch.setattr(build, "CGROUPS", tmp_path)
+    assert build._cgroup_folders("cpu") == [tmp_path / "cpu" / "job", tmp_path / "cpu"]
+
+
 # ---- The gate on what ptxas said ---------------------------------------------------------------------------------------------------
 
 PTXAS_LOG = """\
@@ -310,6 +344,17 @@ def test_ptxas_log_is_read():
     assert build.parse_ptxas("unit", PTXAS_LOG) == [
         build.KernelReport("unit:sm_80:_Z7forwardPf", 0),
         build.KernelReport("unit:sm_80:_Z8backwardPf", 32),
+    ]
+
+
+@pytest.mark.parametrize(("stores", "loads"), [(24, 32), (32, 24), (0, 32), (32, 0)])
+def test_stores_and_loads_are_spills_of_the_function_that_has_them(stores, loads):
+    """A function that a kernel calls comes before it."""
+    helper = f"Function properties for _Z6helper\n 16 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
+    log = PTXAS_LOG.replace("ptxas info    : Function properties for _Z7", f"{helper}ptxas info    : Function properties for _Z7")
+    assert build.parse_ptxas("unit", log)[:2] == [
+        build.KernelReport("unit:sm_80:_Z6helper", 32),
+        build.KernelReport("unit:sm_80:_Z7forwardPf", 0),
     ]
 
 
@@ -338,6 +383,17 @@ def test_allowance_that_nothing_needs_must_go():
     assert build.judge(build.parse_ptxas("unit", PTXAS_LOG), allowed) == [
         "csrc/spills.json: *forward*: nothing spills there any more; remove the line"
     ]
+
+
+def test_the_largest_of_several_allowances_holds():
+    allowed = {pattern: {"bytes": size, "reason": "r"} for pattern, size in (("unit:*", 8), ("*backward*", 32), ("*:sm_80:*", 16))}
+    assert build.judge(build.parse_ptxas("unit", PTXAS_LOG), allowed) == []
+
+
+def test_kernels_that_were_not_built_may_need_an_allowance():
+    """A build of one head dim says nothing of what spills at others."""
+    allowed = {"*backward*": {"bytes": 32, "reason": "r"}, "other:*": {"bytes": 8, "reason": "r"}}
+    assert build.judge(build.parse_ptxas("unit", PTXAS_LOG), allowed) == []
 
 
 def test_other_architectures_may_need_an_allowance():
@@ -379,6 +435,43 @@ def test_every_unit_is_in_one_file(head_dims):
         assert file.source.count(f"hf_flash2::{file.family} {{") == file.source.count("#include"), file.name
 
 
+def test_files_are_named_after_what_is_compiled_in_them():
+    """Those of the Hopper kernels that take longest are of one dtype each, those of mma.sync of two head dims."""
+    instantiate = build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py")
+    assert [(file.name, file.label, file.same_ptx) for file in instantiate.files((64, 96, 192))] == [
+        *(
+            (*names, False)
+            for direction in ("backward", "forward")
+            for names in (
+                (f"{direction}_sm90_hdim192_bf16", f"{direction} d192 bf16"),
+                (f"{direction}_sm90_hdim192_fp16", f"{direction} d192 fp16"),
+                (f"{direction}_sm90_hdim96", f"{direction} d96"),
+                (f"{direction}_sm90_hdim64", f"{direction} d64"),
+            )
+        ),
+        ("backward_sm80_hdim128_192", "backward d192", False),
+        ("backward_sm80_hdim64_96", "backward d64 d96", False),
+        ("forward_sm80_hdim128_192", "forward d192", True),
+        ("forward_sm80_hdim64_96", "forward d64 d96", True),
+    ]
+
+
+@pytest.mark.parametrize("head_dims", [(64,), (64, 96, 128, 192, 256, 512)])
+def test_every_source_is_compiled_for_the_architectures_of_its_kernels(tmp_path, head_dims):
+    toolkit = build.Toolkit(Path("/cuda"), "13.0.88", "a test")
+    jobs = build._plan(ROOT / "csrc", tmp_path, toolkit, build.parse_archs(build.DEFAULT_ARCHS), ",".join(map(str, head_dims)))
+    defined = ["HF_FLASH2_VERSION", "HF_FLASH2_ARCHS", "HF_FLASH2_HEAD_DIMS"]
+    found = {job.source.name: ([arch.name for arch in job.archs], [define.split("=")[0] for define in job.defines]) for job in jobs}
+    assert len(found) == len(jobs)
+    expected = {path.name: (["80", "90"], defined) for path in (ROOT / "csrc").glob("*.cu")}
+    expected |= {path.name: ([], [*defined, "HF_FLASH2_SOURCES"]) for path in (ROOT / "csrc").glob("*.cpp")}
+    generated = {name: (["90a"] if "_sm90_" in name else ["80", "90"], []) for name in found.keys() - expected.keys()}
+    assert found == expected | generated and len(generated) >= 4
+    assert 'HF_FLASH2_ARCHS="sm_80,sm_90,compute_90,sm_90a"' in jobs[-1].defines
+    same_ptx = {job.name for job in jobs if job.same_ptx}
+    assert same_ptx and same_ptx == {Path(name).stem for name in generated if name.startswith("forward_sm80_")}
+
+
 @pytest.mark.parametrize(
     "archs, flags",
     [
@@ -393,6 +486,67 @@ def test_what_has_the_same_ptx_everywhere_is_compiled_to_that_of_the_oldest(arch
     assert job.arch_flags == ["-gencode", flags]
     assert build.Job(Path("x.cpp"), "x", (), same_ptx=True).arch_flags == []
     assert build.Job(Path("x.cu"), "x", job.archs).arch_flags == [flag for arch in job.archs for flag in arch.flags]
+
+
+# ---- Where things lie --------------------------------------------------------------------------------------------------------------
+
+
+def test_sources_lie_in_the_package_or_beside_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "hf_flash2" / "build.py"))
+    assert build.source_folder() == tmp_path / "csrc"
+    (tmp_path / "hf_flash2" / "csrc").mkdir(parents=True)
+    assert build.source_folder() == tmp_path / "hf_flash2" / "csrc"
+
+
+def test_objects_lie_in_the_checkout_or_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    csrc = tmp_path / "checkout" / "csrc"
+    csrc.mkdir(parents=True)
+    assert build.default_build_folder(csrc) == tmp_path / "home" / ".cache" / "hf_flash2" / "build"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.default_build_folder(csrc) == tmp_path / "cache" / "hf_flash2" / "build"
+    (tmp_path / "checkout" / "pyproject.toml").touch()
+    assert build.default_build_folder(csrc) == tmp_path / "checkout" / "build" / "kernels"
+
+
+@pytest.mark.parametrize("name", ["api.cpp", "rotary.cu", "sm80/gemm.cuh", "params.h", "instantiate.py"])
+def test_every_source_is_in_the_digest(tmp_path, name):
+    source = tmp_path / name
+    source.parent.mkdir(exist_ok=True)
+    digests = {build.digest_of_sources(tmp_path)}
+    for text in ("one", "two"):
+        source.write_text(text)
+        digests.add(build.digest_of_sources(tmp_path))
+    source.rename(source.with_stem("renamed"))
+    digests.add(build.digest_of_sources(tmp_path))
+    assert len(digests) == 4
+    (tmp_path / "notes.txt").touch()
+    assert build.digest_of_sources(tmp_path) in digests
+
+
+def test_options_come_before_their_variables(monkeypatch, tmp_path):
+    asked = []
+
+    def plan(csrc, folder, toolkit, archs, head_dims):
+        asked.append(([arch.name for arch in archs], head_dims))
+        raise build.BuildError("enough")
+
+    monkeypatch.setattr(build, "_plan", plan)
+    monkeypatch.setattr(build, "reason_not_buildable", lambda: None)
+    monkeypatch.setattr(build, "find_toolkit", lambda: build.Toolkit(Path("/cuda"), "13.0.88", "a test"))
+    monkeypatch.setattr(build, "find_host_compiler", lambda: build.HostCompiler("g++"))
+
+    def ask(**options):
+        with pytest.raises(build.BuildError, match="enough"):
+            build.build(csrc=ROOT / "csrc", build_folder=tmp_path, output=tmp_path / "lib.so", **options)
+
+    ask()
+    monkeypatch.setenv("HF_FLASH2_ARCHS", "90")
+    monkeypatch.setenv("HF_FLASH2_HEAD_DIMS", "64")
+    ask()
+    ask(archs="80", head_dims="128")
+    assert asked == [(["80", "90", "90a"], ""), (["90"], "64"), (["80"], "128")]
 
 
 # ---- Real builds of a stand-in source tree -----------------------------------------------------------------------------------------
@@ -481,7 +635,8 @@ def test_build_shows_progress_and_rebuilds_only_what_changed(tree):
         "api", "forward d128 sm_80", "forward d64 sm_80", "link libhf_flash2.so"
     ]  # fmt: skip
     assert [line.split("]")[0] for line in progress] == [f"[{i}/4" for i in range(1, 5)]
-    assert re.fullmatch(r"hf_flash2: built .* in \d+ s, largest compiler process [\d.]+ GiB", lines[-1])
+    built = re.fullmatch(r"hf_flash2: built .* \((\d+\.\d) MB\) in \d+ s, largest compiler process (\d+\.\d\d) GiB", lines[-1])
+    assert float(built[1]) == pytest.approx(tree.output.stat().st_size / 1e6, abs=0.06) and 0.01 < float(built[2]) < 16
     version = build.package_version()
     assert tree.info() == f"{version} {build.find_toolkit().version} sm_80 64,128 {build.digest_of_sources(tree.csrc)}"
 
@@ -643,6 +798,10 @@ def test_narrowed_build_says_so_in_the_library(tree):
     assert tree.info().split()[2:4] == ["sm_90,compute_90", "64"]
     with pytest.raises(build.BuildError, match="there are no kernels for 90a"):
         tree.build(archs="90a")
+    (tree.csrc / "spills.json").write_text(json.dumps({"forward_sm80_hdim64:*": {"bytes": 8, "reason": "a test"}}))
+    tree.build(archs="90+PTX", head_dims="64", strict=True)  # another architecture may spill
+    with pytest.raises(build.BuildError, match="forward_sm80_hdim64:.*: nothing spills there any more"):
+        tree.build(archs=build.DEFAULT_ARCHS, head_dims="64", strict=True)
 
 
 @needs_compiler
@@ -650,6 +809,13 @@ def test_the_hopper_kernels_alone_are_refused_before_anything_is_compiled(tmp_pa
     with pytest.raises(build.BuildError, match="names the Hopper kernels alone.*use '90;90a'"):
         build.build(archs="90a", head_dims="64", build_folder=tmp_path, output=tmp_path / "library.so")
     assert not list(tmp_path.rglob("*.o"))
+
+
+@needs_compiler
+def test_a_library_that_would_take_the_place_of_a_folder_is_refused(tree):
+    tree.output.mkdir()
+    with pytest.raises(build.UsageError, match="--output must name a file, got the folder"):
+        tree.build()
 
 
 @needs_compiler
@@ -707,6 +873,10 @@ def test_unknown_architecture_has_its_hint(tree):
     [
         ("nvcc error : 'cicc' died due to signal 9 (Kill signal)", "MAX_JOBS=1"),
         ("#error -- unsupported GNU version! gcc versions later than 15", "set CXX to an older one"),
+        ("#error -- unsupported clang version! clang version must be less than 21", "set CXX to an older one"),
+        ("sh: 1: cicc: not found", "nvidia-nvvm"),
+        ("x.cu:1:10: fatal error: crt/host_config.h: No such file or directory", "nvidia-cuda-crt"),
+        ("x.cu:1:10: fatal error: cuda/std/array: No such file or directory", "nvidia-cuda-cccl"),
         ("fatal error: No space left on device", "disk is full"),
         ("/usr/bin/ld: cannot find -lcudart_static", "nvidia-cuda-runtime"),
     ],
@@ -745,6 +915,7 @@ def test_wheel(tmp_path, skip):
         for old in (copy / "csrc").glob("*.cu"):
             old.unlink()
         (copy / "csrc" / name).write_text(text)
+    sources = {f"hf_flash2/{path.relative_to(copy)}" for name in ("csrc", "patches") for path in (copy / name).rglob("*") if path.is_file()}
     for folder in ("lib", f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"):  # of an install before: no source any more
         (copy / "build" / folder / "hf_flash2" / "csrc").mkdir(parents=True)
         for name in ("removed.py", "csrc/removed.cuh"):
@@ -769,7 +940,7 @@ def test_wheel(tmp_path, skip):
     version = build.package_version()
     names = zipfile.ZipFile(wheel).namelist()
     assert ("hf_flash2/libhf_flash2.so" in names) is not skip
-    assert {"hf_flash2/build.py", "hf_flash2/csrc/instantiate.py", "hf_flash2/csrc/kernel.cuh"} <= set(names)
+    assert sources | {"hf_flash2/build.py"} <= set(names)
     assert not [name for name in names if "__pycache__" in name or "removed" in name or name.startswith(("tests/", "build/"))]
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "installing without CUDA kernels" in line]
     if skip:
@@ -777,6 +948,15 @@ def test_wheel(tmp_path, skip):
         assert len(said) == 1 and "HF_FLASH2_SKIP_CUDA" in said[0]
     else:
         assert re.fullmatch(rf"hf_flash2-{version}-py3-none-linux_\w+\.whl", wheel.name) and not said
+
+
+def test_a_build_into_the_checkout_leaves_its_sources_there(tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "*.so", "*.egg-info", "__pycache__"))
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", "."]
+    done = subprocess.run(command, cwd=copy, env=os.environ | {"HF_FLASH2_SKIP_CUDA": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (ROOT / "hf_flash2").glob("*.py")} <= {path.name for path in (copy / "hf_flash2").iterdir()}
 
 
 def test_a_checkout_has_its_patches(tmp_path):
@@ -798,7 +978,7 @@ def test_another_checkout_has_its_own_patches(tmp_path):
     assert done.stdout.split() == [str(tmp_path / folder / "__init__.py") for folder in ("hf_flash2", "patches")]
 
 
-@pytest.mark.parametrize("version", ["65.5.0", "75.8.2"])
+@pytest.mark.parametrize("version", ["65.5.0", "75.8.2", "76.1.0"])
 def test_setuptools_that_is_too_old_is_named(tmp_path, version):
     """Without build isolation nobody reads what pyproject.toml requires; 65 has no bdist_wheel, 75 refuses the license of the project."""
     (tmp_path / "setuptools.py").write_text(f'__version__ = "{version}"')
@@ -806,6 +986,16 @@ def test_setuptools_that_is_too_old_is_named(tmp_path, version):
     done = subprocess.run([sys.executable, ROOT / "setup.py", "--version"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip() == f"hf_flash2: setuptools must be 77 or newer, got {version}; `pip install 'setuptools>=77'`"
+    (tmp_path / "setuptools.py").write_text('__version__ = "77.0.3"')
+    done = subprocess.run([sys.executable, ROOT / "setup.py", "--version"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "cannot import name 'Extension'" in done.stderr  # of the stand-in: the version will do
+
+
+@needs_compiler
+def test_what_cannot_be_built_ends_an_install_with_its_message(tmp_path):
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_FLASH2_ARCHS": "75"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "got '75' in '75'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_build_requirements_and_build_extra_agree():

@@ -52,6 +52,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         (["bench", "train", "--steps", "-1"], "--steps: must be a number from 1 on, got '-1'"),
         (["bench", "attention", "--seqlen", "512", "0"], "--seqlen: must be a number from 1 on, got '0'"),
         (["bench", "attention", "--window", "-5"], "--window: must be a number from 1 on, got '-5'"),
+        *((["bench", "attention", "--dropout", p], f"--dropout: must be a number between 0 and 1, got '{p}'") for p in ("0", "1", "x")),
         (["bench", "attention", "--plot", "rates.xyz"], "--plot: must end in .png, .pdf, .svg, got 'rates.xyz'"),
         (["bench", "train", "--plot", "rates"], "--plot: must end in .png, .pdf, .svg, got 'rates'"),
     ],
@@ -255,7 +256,7 @@ def test_info_without_torch(without_torch, entry):
     assert f"problem        torch cannot be imported ({message}" in text.stdout
 
 
-@pytest.mark.parametrize("command", ["parity", "bench"])
+@pytest.mark.parametrize("command", ["parity", "bench", "run"])
 def test_commands_that_need_torch_say_so_without_it(without_torch, command):
     run, message = without_torch
     done = run("-m", "hf_flash2", command)
@@ -270,6 +271,15 @@ def test_commands_that_need_transformers_say_so_without_it(command, monkeypatch,
     monkeypatch.delitem(sys.modules, "hf_flash2.parity", raising=False)
     assert cli.main(command.split()) == 1
     assert capsys.readouterr().err == f"hf-flash2 {command} needs Transformers: pip install transformers\n"
+
+
+def test_another_module_that_is_missing_is_not_taken_for_transformers(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="yaml"):
+        cli.main(["parity"])
 
 
 def test_public_names_without_torch_say_why(without_torch):
