@@ -64,7 +64,7 @@ class File:
     name: str  # without suffix, e.g. forward_sm90_hdim128 or forward_sm80_hdim64_96
     label: str  # for progress lines, e.g. forward d64 d96
     family: str  # sm80: every GPU from Ampere on; sm90: Hopper only
-    same_ptx: bool  # nothing in it asks which architecture it is for, so that the PTX of the oldest does for all
+    same_ptx: bool  # nothing in it asks which architecture it is for (hf_flash2/build.py, Job)
     source: str
 
 

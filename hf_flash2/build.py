@@ -358,7 +358,7 @@ class Job:
     label: str
     archs: tuple[Arch, ...]
     defines: tuple[str, ...] = ()
-    same_ptx: bool = False  # the PTX of the oldest of them is that of all, but for its name
+    same_ptx: bool = False  # nothing in it asks for the architecture
 
     @property
     def name(self) -> str:
@@ -366,14 +366,17 @@ class Job:
 
     @property
     def arch_flags(self) -> list[str]:
-        """PERF: half the work of the compiler in front of ptxas, where two architectures have the same PTX."""
-        if not self.same_ptx or not self.archs:
-            return [flag for arch in self.archs for flag in arch.flags]
-        oldest = min(self.archs, key=lambda arch: int(arch.name))
-        targets = [f"sm_{arch.name}" for arch in self.archs]
-        if any(arch.ptx for arch in self.archs):
-            targets.append(f"compute_{oldest.name}")
-        return ["-gencode", f"arch=compute_{oldest.name},code=[{','.join(targets)}]"]
+        """PERF: half the work of the compiler in front of ptxas, where architectures have the same PTX, which that of the oldest is then.
+        From 10.0 on nvcc 13 has another compiler for it."""
+        sharing = [arch for arch in self.archs if self.same_ptx and int(arch.name) < 100]
+        flags = [flag for arch in self.archs if arch not in sharing for flag in arch.flags]
+        if sharing:
+            oldest = min(sharing, key=lambda arch: int(arch.name))
+            targets = [f"sm_{arch.name}" for arch in sharing]
+            if any(arch.ptx for arch in sharing):
+                targets.append(f"compute_{oldest.name}")
+            flags = ["-gencode", f"arch=compute_{oldest.name},code=[{','.join(targets)}]", *flags]
+        return flags
 
 
 def source_folder() -> Path:

@@ -475,15 +475,16 @@ def test_every_source_is_compiled_for_the_architectures_of_its_kernels(tmp_path,
 @pytest.mark.parametrize(
     "archs, flags",
     [
-        ("80;90+PTX", "arch=compute_80,code=[sm_80,sm_90,compute_80]"),
-        ("90;86", "arch=compute_86,code=[sm_90,sm_86]"),
-        ("100+PTX;90", "arch=compute_90,code=[sm_100,sm_90,compute_90]"),
-        ("90+PTX", "arch=compute_90,code=[sm_90,compute_90]"),
+        ("80;90+PTX", ["arch=compute_80,code=[sm_80,sm_90,compute_80]"]),
+        ("90;86", ["arch=compute_86,code=[sm_90,sm_86]"]),
+        ("90+PTX", ["arch=compute_90,code=[sm_90,compute_90]"]),
+        ("100+PTX;90;80", ["arch=compute_80,code=[sm_90,sm_80]", "arch=compute_100,code=[sm_100,compute_100]"]),
+        ("120", ["arch=compute_120,code=[sm_120]"]),
     ],
 )
 def test_what_has_the_same_ptx_everywhere_is_compiled_to_that_of_the_oldest(archs, flags):
     job = build.Job(Path("x.cu"), "x", tuple(build.parse_archs(archs)), same_ptx=True)
-    assert job.arch_flags == ["-gencode", flags]
+    assert job.arch_flags == [part for flag in flags for part in ("-gencode", flag)]
     assert build.Job(Path("x.cpp"), "x", (), same_ptx=True).arch_flags == []
     assert build.Job(Path("x.cu"), "x", job.archs).arch_flags == [flag for arch in job.archs for flag in arch.flags]
 
