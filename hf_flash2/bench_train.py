@@ -425,8 +425,15 @@ def format_row(row: Row) -> str:
 
 
 def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
-    """Real tokens/s and peak memory: a group of bars per preset, a bar per arm."""
+    """Real tokens/s and peak memory: a group of bars per preset, a bar per arm.
+
+    Raises:
+        ValueError: an arm that is none.
+    """
     presets, arms = (list(dict.fromkeys(names)) for names in ([row.preset for row in rows], [row.arm for row in rows]))
+    unknown = next((arm for arm in arms if arm not in ARMS), None)
+    if unknown is not None:
+        raise ValueError(f"its arms must be among {', '.join(ARMS)}, got {unknown}")
     by_key = {(row.preset, row.arm): row for row in rows}
     quantities = (
         ("real tokens/s", lambda row: row.tokens_per_second, "{:,.0f}"),

@@ -303,6 +303,13 @@ def test_a_csv_is_drawn_again(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == "" and len(plots) == 1
 
 
+def test_a_csv_of_other_arms_is_refused(tmp_path, capsys):
+    write_csv(tmp_path / "t.csv", bench.Row, [row("sdpa"), row("other")], ENVIRONMENT)
+    assert train("--from-csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "t.png")) == 2
+    said = capsys.readouterr().err
+    assert "its arms must be among eager, sdpa" in said and "got other" in said and not (tmp_path / "t.png").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys):
     assert train("--device", "cuda") == 1
