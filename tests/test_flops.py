@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, ops
 
 HEADS, KEY_HEADS, DIM, DIM_V = 4, 2, 16, 8
 
@@ -43,6 +43,8 @@ def test_real_tokens_alone_are_counted():
     ranges = torch.tensor([[2, 0], [5, 4]], dtype=torch.int32)
     padded = count(lambda q, k, v: flash_attn_ranges_func(q, k, v, ranges, ranges), *tensors(2, 7))
     assert padded == flops_of(5 * 5 + 4 * 4)
+    holes = torch.tensor([[2, 0], [5, 4], [0, 1]], dtype=torch.int32)
+    assert count(lambda q, k, v: flash_attn_ranges_func(q, k, v, None, holes, torch.ones(2, 7).bool()), *tensors(2, 7)) == flops_of(7 * 9)
     keys_alone = count(lambda q, k, v: flash_attn_ranges_func(q, k, v, None, ranges), *tensors(2, 7))
     assert keys_alone == flops_of(7 * 5 + 7 * 4)
 
@@ -52,3 +54,12 @@ def test_lengths_that_cannot_be_read_count_in_full():
         q, k, v = tensors(2, 7)
         ranges = torch.tensor([[2, 0], [5, 4]], dtype=torch.int32)
         assert count(lambda q, k, v: flash_attn_ranges_func(q, k, v, ranges, ranges), q, k, v) == flops_of(2 * 7 * 7)
+        assert count(lambda q, k, v: flash_attn_func(q[:, :3], k, v), q, k, v) == flops_of(2 * 3 * 7)
+
+
+def test_sequences_without_data_count_in_full():
+    """Of a model on the meta device: as many as there are, each with all the tokens that one may have."""
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in tensors(10))
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    found = count(lambda *x: ops.forward(*x, bounds, bounds, None, None, None, 6, 7, 0.25, -1, -1, 0.0, 0.0, False)[0], q, k, v)
+    assert found == flops_of(2 * 6 * 7)

@@ -1,5 +1,6 @@
 """native.py: what the library is asked, and what becomes of its answers. A stand-in answers for libraries and GPUs that are not here."""
 
+import ctypes
 import json
 import re
 import shutil
@@ -81,12 +82,28 @@ def test_every_function_of_the_library_is_declared():
             return declared.setdefault(name, types.SimpleNamespace())
 
     native._declare(Recorder())
-    exported = re.findall(r"^HF_FLASH2_API [^;]*?\b(hf_flash2_\w+)\((.*?)\);", (ROOT / "csrc/api.h").read_text(), re.MULTILINE)
-    assert set(declared) == {name for name, _ in exported}
-    for name, parameters in exported:
-        count = 0 if parameters == "void" else len(parameters.split(","))
-        assert len(getattr(declared[name], "argtypes", [])) == count, name
-        assert hasattr(declared[name], "restype"), name
+    exported = re.findall(r"^HF_FLASH2_API ([^;]*?) ?\b(hf_flash2_\w+)\((.*?)\);", (ROOT / "csrc/api.h").read_text(), re.MULTILINE)
+    assert set(declared) == {name for _, name, _ in exported}
+    for result, name, parameters in exported:
+        expected = [] if parameters == "void" else [c_type(parameter) for parameter in parameters.split(",")]
+        assert getattr(declared[name], "argtypes", []) == expected, name
+        assert declared[name].restype is c_type(result), name
+
+
+def c_type(declaration: str) -> type:
+    """What ctypes has to take a parameter or a result of csrc/api.h for; structs are handed over as bytes."""
+    return ctypes.c_char_p if "*" in declaration else {"int": ctypes.c_int, "int64_t": ctypes.c_int64}[declaration.split()[0]]
+
+
+def test_error_codes_are_those_of_the_header():
+    """Each is raised, as what it says: one that comes through would be taken for a kernel family."""
+    codes = {name: int(code) for name, code in re.findall(r"\b(kError\w+) = (-\d+)", (ROOT / "csrc/params.h").read_text())}
+    errors = {"kErrorArgument": ValueError, "kErrorMisaligned": native.MisalignedError}
+    for name, code in codes.items():
+        with pytest.raises(Exception, match="^its words$") as raised:
+            native.checked(mock.Mock(hf_flash2_last_error=lambda: b"its words"), code)
+        assert raised.type is errors.get(name, native.LibraryError), name
+    assert codes["kErrorWorkspace"] == native.NEEDS_WORKSPACE
 
 
 @pytest.fixture
@@ -122,16 +139,22 @@ def test_a_library_is_named_by_a_relative_path_or_cut_off(monkeypatch, tmp_path,
 
 
 def test_a_file_that_is_no_library(monkeypatch, tmp_path, unloaded):
-    (tmp_path / "mine.so").write_text("a text of more than sixty-four bytes, which is as many as the header of a library has\n" * 9)
+    """Nor is one for machines of 32 bits, whose header is another."""
     monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / "mine.so"))
-    with pytest.raises(native.NotAvailableError, match="mine.so cannot be loaded: .*invalid ELF header"):
-        native.library()
+    text = b"a text of more than sixty-four bytes, which is as many as the header of a library has\n" * 9
+    for content, reason in ((text, "invalid ELF header"), (b"\x7fELF\x01\x01\x01" + text, "wrong ELF class")):
+        (tmp_path / "mine.so").write_bytes(content)
+        with pytest.raises(native.NotAvailableError, match=f"mine.so cannot be loaded: .*{reason}"):
+            native.library()
 
 
-def test_what_to_do_where_nothing_is_built(monkeypatch, tmp_path, unloaded):
+@pytest.mark.parametrize("named", [None, ""], ids=["unset", "empty"])
+def test_what_to_do_where_nothing_is_built(named, monkeypatch, tmp_path, unloaded):
     monkeypatch.delenv("HF_FLASH2_LIBRARY", raising=False)
+    if named is not None:
+        monkeypatch.setenv("HF_FLASH2_LIBRARY", named)
     monkeypatch.setattr(native, "__file__", str(tmp_path / "checkout/hf_flash2/native.py"))
-    with pytest.raises(native.NotAvailableError, match="run `hf-flash2 build`, or reinstall.*--no-cache-dir"):
+    with pytest.raises(native.NotAvailableError, match="hf_flash2/.*not exist.*run `hf-flash2 build`, or reinstall.*--no-cache-dir"):
         native.library()
     native.library.cache_clear()
     (tmp_path / "checkout").mkdir()
@@ -141,15 +164,16 @@ def test_what_to_do_where_nothing_is_built(monkeypatch, tmp_path, unloaded):
 
 
 def test_a_library_that_an_older_install_left_behind_is_refused(monkeypatch, tmp_path, unloaded):
-    """pip does not know the file that `hf-flash2 build` wrote. Only where it is named is another version taken."""
+    """Or a newer one: pip does not know the file that `hf-flash2 build` wrote. Only where it is named is another version taken."""
     library = mock.MagicMock()
     monkeypatch.setattr(native.ctypes, "CDLL", lambda path: library)
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     monkeypatch.delenv("HF_FLASH2_LIBRARY", raising=False)
     (tmp_path / native.LIBRARY_NAME).touch()
-    library.hf_flash2_build_info.return_value = json.dumps({"version": "0.0.9"}).encode()
-    with pytest.raises(native.NotAvailableError, match=f"is of hf_flash2 0.0.9, this is hf_flash2 {__version__}; .*`hf-flash2 build`"):
-        native.library()
+    for other in ("999.0", "0.0.9"):
+        library.hf_flash2_build_info.return_value = json.dumps({"version": other}).encode()
+        with pytest.raises(native.NotAvailableError, match=f"of hf_flash2 {other}, this is hf_flash2 {__version__}; .*`hf-flash2 build`"):
+            native.library()
     monkeypatch.setenv("HF_FLASH2_LIBRARY", str(tmp_path / native.LIBRARY_NAME))
     assert native.library() is library
     native.library.cache_clear()
@@ -164,3 +188,11 @@ def test_a_named_library_that_is_not_there(monkeypatch, tmp_path, unloaded):
         monkeypatch.setenv("HF_FLASH2_LIBRARY", str(path))
         with pytest.raises(native.NotAvailableError, match=f"^HF_FLASH2_LIBRARY: {path} {what};.*unset it"):
             native.library()
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("eager", True)])
+def test_a_variable_that_is_empty_asks_for_nothing(value, asked, monkeypatch):
+    monkeypatch.delenv("HF_FLASH2_LOSS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HF_FLASH2_LOSS", value)
+    assert native.eager_asked("HF_FLASH2_LOSS") == asked

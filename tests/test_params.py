@@ -104,7 +104,10 @@ CALLS = {
     "dense float16": lambda: (dense(torch.float16), {}),
     "dropout": lambda: (dense(), {"rng_state": torch.zeros(2, dtype=torch.int64)}),
     "ranges": lambda: (dense(), {"seqlens_q": int32(2, 2), "seqlens_k": int32(2, 2)}),
-    "holes": lambda: (dense(), {"seqlens_q": int32(2, 2), "seqlens_k": int32(3, 2), "key_mask": torch.ones(2, 6, dtype=torch.uint8)}),
+    "holes": lambda: (
+        dense(),
+        {"seqlens_q": int32(2, 2), "seqlens_k": int32(3, 2), "key_mask": torch.ones(2, 9, dtype=torch.uint8)[:, :6]},
+    ),
     "packed": lambda: (packed(), {"seqlens_q": int32(4), "seqlens_k": int32(4)}),
     "sinks": lambda: (dense(), {"sinks": torch.zeros(4)}),
 }
@@ -195,6 +198,7 @@ def test_a_forward_that_needs_a_workspace_gets_one(name, library, monkeypatch):
     kept = (*layout._outputs, *layout._gradients, layout._forward[1], *(workspace for _, workspace in layout._backwards.values()))
     held_bytes = [x.untyped_storage().nbytes() for x in kept]  # numbers: to print one of these tensors would read its memory
     assert held_bytes == [0] * 7
+    assert [x.numel() for x in kept[5:]] == [library.WORKSPACE_BYTES] * 2
     assert Backward.from_buffer_copy(library.calls[-1]).forward.workspace == 0
     monkeypatch.setattr(library, "WORKSPACE_BYTES", library.WORKSPACE_BYTES + 1)
     with pytest.raises(native.LibraryError, match="workspace_bytes"):  # one that is given all it asks for and asks again
@@ -287,6 +291,88 @@ def test_what_the_kernels_cannot_read_is_copied_for_the_backward_of_the_op(name,
     assert [given["batch_stride"], given["token_stride"], given["head_stride"], 1] == list(x.contiguous().clone().stride())
     assert params.out.data != out.data_ptr() and params.softmax_lse != lse.data_ptr()
     assert (params.out.head_stride, params.lse_head_stride) == (40, 5)
+
+
+def memory_of(x: torch.Tensor) -> bytes:
+    return bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, "expanded"])
+def test_gradients_that_the_kernels_cannot_read_are_copied(name, library, monkeypatch):
+    """The others are handed over as they are, by the same layout."""
+    tensors = dense()
+    layout, sequences = planned(tensors, {})
+    out, lse, _ = layout.forward(*tensors, sequences)
+    unreadable = {**UNREADABLE, "expanded": lambda x: x[:, :1].expand(x.shape)}[name](torch.randn(out.shape).bfloat16())
+    of_heads, dlse = torch.randn(2, 4, 5, 40).bfloat16().transpose(1, 2), torch.randn(2, 5, 4).transpose(1, 2)
+    found = []
+
+    def launch(params: bytes, addresses: bytes) -> int:
+        given = Backward.from_buffer_copy(stand_in.with_addresses("HfFlash2Backward", params, addresses))
+        assert ctypes.string_at(given.dlse, dlse.numel() * 4) == memory_of(dlse)
+        found.append((plain(given.dout), ctypes.string_at(given.dout.data, out.numel() * 2), given.deterministic))
+        return 80
+
+    monkeypatch.setattr(library, "hf_flash2_backward", launch)
+    for dout, deterministic in ((of_heads, False), (unreadable, False), (of_heads, True), (unreadable, True)):
+        layout.backward(dout, dlse, *tensors, out, lse, sequences, deterministic)
+    assert [deterministic for *_, deterministic in found] == [0, 0, 1, 1]
+    for as_it_is, (copy, memory, _) in (found[:2], found[2:]):
+        assert as_it_is[0] == operand(of_heads)
+        assert copy["data"] % 16 == 0 and copy == operand(out) | {"data": copy["data"]}
+        assert memory == memory_of(unreadable)
+
+
+def test_what_fits_a_layout():
+    """Tensors with its strides, and results as it made them: of each tensor alone, other strides do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in.Library().install(patch)
+        layout, _ = planned(dense(), {})
+    saved = [*dense(), torch.empty(2, 5, 4, 40), torch.empty(2, 4, 5)]
+    assert layout.fits(*saved)
+    for i, x in enumerate(saved):
+        assert not layout.fits(*saved[:i], F.pad(x, (0, 8))[..., :-8], *saved[i + 1 :])
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+LAUNCHES = {
+    "forward": lambda layout: layout.forward(*dense(), kernels.DENSE),
+    "backward": lambda layout: layout.backward(
+        half(2, 5, 4, 40), None, *dense(), half(2, 5, 4, 40), half(2, 4, 5).float(), kernels.DENSE, False
+    ),
+    "append": lambda _: kernels.append(half(2, 1, 2, 64), half(2, 1, 2, 64), half(2, 9, 2, 64), half(2, 9, 2, 64), int32(2), None),
+    "rotary": lambda _: kernels.rotary(*[half(2, 5, 2, 64)] * 4, *[half(1, 5, 64)] * 2, False, False),
+    "cross_entropy": lambda _: kernels.cross_entropy(half(3, 9), torch.arange(3), torch.zeros(3)),
+}
+LAUNCHES["backward_workspace_bytes"] = LAUNCHES["backward"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_the_library_refuses_is_an_error(name, library, monkeypatch):
+    layout, _ = planned(dense(), {})
+    monkeypatch.setattr(library, f"hf_flash2_{name}", lambda *_: library._fail("its words", -4))
+    with pytest.raises(native.LibraryError, match="its words"):
+        LAUNCHES[name](layout)
+
+
+def test_a_workspace_whose_size_the_library_refuses_to_say(library, monkeypatch):
+    layout, sequences = planned(dense(), {})
+    monkeypatch.setattr(library, "hf_flash2_forward", lambda *_: library._fail("workspace_bytes", native.NEEDS_WORKSPACE))
+    monkeypatch.setattr(library, "hf_flash2_forward_workspace_bytes", lambda *_: library._fail("its words"))
+    with pytest.raises(native.LibraryError, match="its words"):
+        layout.forward(*dense(), sequences)
+
+
+@pytest.mark.parametrize("name", ["layout", "append", "rotary", "cross_entropy"])
+def test_a_gpu_that_the_library_does_not_run_on_is_refused(name, monkeypatch):
+    """Before anything is launched."""
+    library = stand_in.Library(capability=75).install(monkeypatch)
+    with pytest.raises(native.NotAvailableError, match="the kernels need 8.0"):
+        planned(dense(), {}) if name == "layout" else LAUNCHES[name](None)
+    assert library.calls == []
 
 
 def test_a_misaligned_tensor_is_copied_for_the_backward_too(library, monkeypatch):

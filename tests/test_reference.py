@@ -49,6 +49,22 @@ def test_the_forms_of_a_batch_agree():
     torch.testing.assert_close(ranges, dense, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_without_keys_have_no_sink(dtype):
+    """Three of seven queries see none of four keys: out and the gradients are those without them, whatever is sent to their lse."""
+    q, k, v = (torch.randn(2, length, heads, 16, dtype=dtype, requires_grad=True) for length, heads in ((7, 4), (4, 2), (4, 2)))
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 200.0], dtype=dtype, requires_grad=True)
+    dout, dlse = torch.randn(2, 7, 4, 16, dtype=dtype), torch.randn(2, 4, 7)
+    results = []
+    for first in (0, 3):
+        out, lse, _ = flash_attn_func(q[:, first:], k, v, causal=True, return_attn_probs=True, s_aux=sinks)
+        gradients = torch.autograd.grad((out, lse), (q, k, v, sinks), (dout[:, first:], dlse[..., first:]))
+        results.append((out[:, 3 - first :], lse[..., 3 - first :], *gradients))
+        if first == 0:
+            assert not out[:, :3].any() and (lse[..., :3] == float("inf")).all() and lse[..., 3:].isfinite().all()
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_autocast_around_it_rounds_nothing(dtype):
     """Neither in the forward nor in the backward, inside of it or outside."""
@@ -130,3 +146,19 @@ def test_dropout_mask_has_no_pattern_along_rows_and_columns(axis, distance):
 def test_dropout_fraction(dropout_p):
     keep = _keep(batch=range(4), seqlen_q=256, seqlen_k=256, dropout_p=dropout_p)
     assert 1 - keep.double().mean().item() == pytest.approx(dropout_p, abs=0.003)
+
+
+@pytest.mark.parametrize("dropped", (0, 1, 0x7BFF, 0x7C00, 0x7C01, 0x7C02, 0x7C03, 58000, 60000, 2**16 - 1))
+def test_dropout_threshold_is_exact(dropped):
+    """Of all numbers in fp16 so many are below it, or not; one more where the second of the two zeros, which are equal, is one too many."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    threshold, keeps_few = reference.dropout_threshold(dropped / 2**16)
+    below = int((numbers < threshold).sum())
+    assert (2**16 - below if keeps_few else below) == dropped + (dropped == 0x7C01)
+
+
+def test_dropout_threshold_is_that_of_the_number_in_float32():
+    """Rounded to the nearest, and to an even one of two: as the kernels do. Few are kept above 0.9 alone, which the Hopper kernels lack."""
+    assert reference.dropout_threshold(4.5 / 2**16 + 1e-13) == reference.dropout_threshold(4 / 2**16)
+    assert reference.dropout_threshold(4.75 / 2**16) == reference.dropout_threshold(5 / 2**16)
+    assert [reference.dropout_threshold(p)[1] for p in (0.85, 0.9, 0.901)] == [False, False, True]
