@@ -42,7 +42,9 @@ class Layout:
     of that is an error.
     """
 
-    __slots__ = ("_backwards", "_device", "_forward", "_gradients", "_library", "_numbers", "_outputs", "_packed", "_strides")
+    __slots__ = (
+        "_backwards", "_device", "_forward", "_gradients", "_library", "_mask_strides", "_numbers", "_outputs", "_packed", "_strides"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Layout:
         native.check_device(device)
         self._library = native.library()
         self._strides = (q.stride(), k.stride(), v.stride())
+        self._mask_strides = None if key_mask is None else key_mask.stride()
         self._numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, dropout_p, softcap)
         *batch, tokens_q, heads_q, head_dim = q.shape
         tokens_k, heads_k, head_dim_v = v.shape[-3:]
@@ -79,7 +82,7 @@ class Layout:
         params = _FORWARD.pack(
             _FORWARD.size, 0, 0, 0, *_unaddressed(q), *_unaddressed(k), *_unaddressed(v), *_unaddressed(out),
             0, 0 if packed else softmax_lse.stride(0), softmax_lse.stride(-2), 0, 0, 0, 0,
-            0, 0 if key_mask is None else key_mask.stride(0), 0, 0,
+            0, 0 if key_mask is None else self._mask_strides[0], 0, 0,
             0, 0 if block_table is None else block_table.stride(0),
             device, _DTYPES[q.dtype], seqlens_q.numel() - 1 if packed else q.shape[0], heads_q, heads_k, head_dim, head_dim_v,
             max_seqlen_q, max_seqlen_k, tokens_q if packed else 0, tokens_k if packed else 0, window_left, window_right,
@@ -131,7 +134,7 @@ class Layout:
         kernel family that ran.
 
         Args:
-            out, softmax_lse: as `forward` returned them. dout: of any strides; dlse: None = zero.
+            out, softmax_lse: as `forward` returned them, or copies. dout: of any strides; dlse: None = zero.
 
         Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query
         row and head. On Hopper, where the query heads of a group are split among thread blocks (keys are few; or causal, from 1024 tokens
@@ -140,7 +143,7 @@ class Layout:
         """
         if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
             dout = dout.contiguous()
-        dout = _aligned(readable(dout))
+        dout, out = _aligned(readable(dout)), _aligned(out)  # out: a hook of saved tensors may have moved it
         dlse = None if dlse is None else dlse.contiguous()
         dq, dk, dv = map(torch.empty_like, self._gradients)
         sinks = sequences[4]
@@ -159,9 +162,20 @@ class Layout:
         family = lib.hf_flash2_backward(params, _BACKWARD_ADDRESSES.pack(*addresses, workspace.data_ptr()))
         return dq, dk, dv, dsinks, native.checked(lib, family)
 
-    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> bool:
+    def fits(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor, sequences: Sequences = DENSE
+    ) -> bool:
         """Whether tensors of the right shapes have the strides of this layout."""
-        return (q.stride(), k.stride(), v.stride()) == self._strides and out.is_contiguous() and softmax_lse.is_contiguous()
+        return (
+            (q.stride(), k.stride(), v.stride()) == self._strides
+            and out.is_contiguous()
+            and softmax_lse.is_contiguous()
+            and (sequences is DENSE or self._fits_sequences(*sequences))
+        )
+
+    def _fits_sequences(self, seqlens_q, seqlens_k, key_mask, *others) -> bool:
+        strides = None if key_mask is None else key_mask.stride()
+        return strides == self._mask_strides and all(x is None or x.is_contiguous() for x in (seqlens_q, seqlens_k, *others))
 
     def aligned(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences

@@ -91,6 +91,9 @@ def _forward_cuda(q, k, v, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *nu
 def _backward_cuda(dout, dlse, q, k, v, out, softmax_lse, seqlens_q, seqlens_k, key_mask, rng_state, sinks, *numbers):
     q, k, v = map(kernels.readable, (q, k, v))
     tensors = (q, k, v, out.contiguous(), softmax_lse.contiguous())
+    if key_mask is not None and key_mask.stride(-1) != 1:
+        key_mask = key_mask.contiguous()
+    seqlens_q, seqlens_k, rng_state, sinks = (x if x is None else x.contiguous() for x in (seqlens_q, seqlens_k, rng_state, sinks))
     plan = plan_of(q, k, v, seqlens_q, seqlens_k, key_mask, numbers)
     dq, dk, dv, dsinks = plan.backward(dout, dlse, *tensors, (seqlens_q, seqlens_k, key_mask, rng_state, sinks))
     return dq, dk, dv, _no_sinks(q) if dsinks is None else dsinks
@@ -207,7 +210,7 @@ class Plan:
         if (
             torch.is_grad_enabled()  # a second derivative is wanted, and refused if it comes to that
             or not plain(dout, q, k)
-            or not self._layout.fits(q, k, v, out, softmax_lse)  # hooks of saved tensors may hand back what they like
+            or not self._layout.fits(q, k, v, out, softmax_lse, sequences)  # hooks of saved tensors may hand back what they like
         ):
             return backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
         return self.backward(dout, dlse, q, k, v, out, softmax_lse, sequences)

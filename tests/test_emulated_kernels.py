@@ -763,6 +763,25 @@ def test_dispatched_calls_give_the_bits_of_planned_ones(case, library, monkeypat
         assert all(torch.equal(dispatched[name], planned[name]) for name in planned)
 
 
+def test_saved_tensors_may_come_back_with_other_strides_and_anywhere(library, monkeypatch):
+    """Hooks of saved tensors keep them on the CPU, say, and hand back what they have made of them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 20, 2, 64).bfloat16().requires_grad_() for _ in range(3))
+    key_mask = (torch.rand(2, 40) < 0.5).index_fill(1, torch.tensor([0]), True)[:, :20]
+    ranges = torch.tensor([[0, 0], [20, 20], [1, 1]], dtype=torch.int32)
+
+    def moved(x):
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    results = []
+    with emulated.running(monkeypatch, library, emulated.A100):
+        for unpack in (lambda x: x, torch.clone, lambda x: x.clone(memory_format=torch.contiguous_format), moved):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+                out = flash_attn_ranges_func(q, k, v, None, ranges, key_mask)
+            results.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+    assert all(torch.equal(*pair) for result in results[1:] for pair in zip(result, results[0], strict=True))
+
+
 def test_plans_are_not_for_numbers_that_only_equal_theirs(library, monkeypatch):
     """A call that is wrong on its own is wrong after a right one, too."""
     q = torch.randn(20, 2, 64, dtype=torch.bfloat16)

@@ -230,7 +230,7 @@ def test_backward_params(name, library):
 
 def test_the_family_is_that_of_the_environment_at_each_call(library, monkeypatch):
     monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
-    for name, number in (("sm90", 90), ("sm80", 80), ("auto", 0), (None, 0), ("sm90", 90)):
+    for name, number in (("sm90", 90), ("sm80", 80), ("auto", 0), (None, 0), ("sm90", 90), ("", 0)):
         monkeypatch.delenv("HF_FLASH2_FAMILY", raising=False)
         if name is not None:
             monkeypatch.setenv("HF_FLASH2_FAMILY", name)
@@ -332,6 +332,59 @@ def test_what_fits_a_layout():
     assert layout.fits(*saved)
     for i, x in enumerate(saved):
         assert not layout.fits(*saved[:i], F.pad(x, (0, 8))[..., :-8], *saved[i + 1 :])
+
+
+def test_which_sequences_fit_a_layout():
+    """A mask with the strides that the layout was made for; all else contiguous."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in.Library().install(patch)
+        tensors, others = CALLS["holes"]()
+        layout, sequences = planned(tensors, others | {"rng_state": torch.zeros(2, dtype=torch.int64), "sinks": torch.zeros(4)})
+        dense_layout, _ = planned(dense(), {})
+    saved = [*tensors, torch.empty(2, 5, 4, 40), torch.empty(2, 4, 5)]
+    assert layout.fits(*saved, sequences)
+    for i, x in enumerate(sequences):
+        other = x.contiguous() if i == 2 else F.pad(x, (0, 1))[..., :-1] if x.dim() > 1 else x.repeat_interleave(2)[::2]
+        assert other.stride() != x.stride() and not layout.fits(*saved, (*sequences[:i], other, *sequences[i + 1 :]))
+    assert not dense_layout.fits(*saved, (*sequences[:2], sequences[2], None, None))
+
+
+def test_saved_tensors_may_come_back_anywhere_in_memory(library, monkeypatch):
+    """As views of one flat buffer, say."""
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = (torch.randn(2, 5, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    given = []
+
+    def launch(params: bytes, addresses: bytes) -> int:
+        forward = Backward.from_buffer_copy(stand_in.with_addresses("HfFlash2Backward", params, addresses)).forward
+        if any(x.data % 16 for x in (forward.q, forward.k, forward.v, forward.out)):
+            return stand_in.MISALIGNED
+        given.append(ctypes.string_at(forward.out.data, 2 * 5 * 4 * 64 * 2))
+        return 80
+
+    monkeypatch.setattr(library, "hf_flash2_backward", launch)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: F.pad(x.flatten(), (1, 0))[1:].view(x.shape)):
+        out = functional.flash_attn_func(q, k, v)
+    kept = out.detach().clone()
+    out.sum().backward()
+    assert given == [memory_of(kept)]
+
+
+@pytest.mark.parametrize("name", ["seqlens_q", "seqlens_k", "key_mask", "rng_state", "sinks"])
+def test_sequences_that_the_kernels_cannot_read_are_copied_for_the_backward_of_the_op(name, library):
+    tensors, others = CALLS["holes"]()
+    others |= {"rng_state": torch.zeros(2, dtype=torch.int64), "sinks": torch.zeros(4)}
+    x = others[name]
+    others[name] = torch.stack((x, x), -1)[..., 0]
+    out, lse = torch.empty(2, 5, 4, 40).bfloat16(), torch.empty(2, 4, 5)
+    ops._backward_cuda(torch.empty_like(out), None, *tensors, out, lse, *others.values(), *NUMBERS.values(), False)
+    params = Backward.from_buffer_copy(library.calls[-1]).forward
+    addresses = {
+        "seqlens_q": params.sequences_q.ranges, "seqlens_k": params.sequences_k.ranges, "key_mask": params.key_mask,
+        "rng_state": params.rng_state, "sinks": params.sinks,
+    }  # fmt: skip
+    assert {key for key, value in others.items() if addresses[key] != value.data_ptr()} == {name}
+    assert params.key_mask_batch_stride == (6 if name == "key_mask" else 9)
 
 
 def half(*shape: int) -> torch.Tensor:
