@@ -148,7 +148,7 @@ def eager_asked(name: str) -> bool:
 def forced_family() -> int:
     """The kernel family named by HF_FLASH2_FAMILY (sm80, sm90, auto), as the library numbers it. Read at every call, for tests."""
     name = setting("HF_FLASH2_FAMILY")
-    if name is None:
+    if not name:
         return FAMILIES["auto"]
     if name not in FAMILIES:
         raise ValueError(f"HF_FLASH2_FAMILY must be one of {', '.join(FAMILIES)}, got {name!r}")
