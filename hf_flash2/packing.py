@@ -60,8 +60,9 @@ def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tenso
     """cu_seqlens (int32 [n + 1]) and the longest length of the documents in rows of position_ids that restart; None for one document a row.
 
     Args:
-        position_ids: integer [B, S]. A document starts with each row and wherever the position is the least of its row again. One that
-            jumps or is repeated, as images and speculative tokens have them, starts none; nor does any where all of a row are the same.
+        position_ids: integer [B, S]. A document starts with each row and wherever the position is the least of its row again. Another
+            that jumps or is repeated, as images and speculative tokens have them, starts none; nor does any where all of a row are the
+            same.
     Synchronises with the host once.
     """
     least, most = position_ids.amin(1, keepdim=True), position_ids.amax(1, keepdim=True)

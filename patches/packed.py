@@ -145,6 +145,8 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
 
 def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     """The packing of a 2-D mask, or why there is none."""
+    if mask.numel() == 0:
+        return "without a token"
     batch, seqlen = mask.shape
     mask = mask.bool()
     column = torch.arange(seqlen, device=mask.device)

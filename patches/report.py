@@ -36,7 +36,8 @@ class PatchReport:
 
     @property
     def backend(self) -> str:
-        """What the layers' last calls ran on, in the words of `expected_backend`; before any call, that itself."""
+        """What the layers' last calls of our op ran on, in the words of `expected_backend`; before any, that itself. Calls that went to
+        torch's SDPA in place of it are in `layers`."""
         ran_on = {calls.backend for calls in self.layers.values() if calls.backend is not None}
         return ", ".join(sorted(ran_on)) or self.expected_backend
 

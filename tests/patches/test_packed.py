@@ -1475,6 +1475,11 @@ def test_decoders_that_cannot_run_packed_are_refused_and_left_alone(name):
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)])
+def test_a_batch_of_nothing_has_no_layout(shape):
+    assert packed._layout(small_models.model("llama").model, torch.ones(shape, dtype=torch.int64)) == "without a token"
+
+
 def test_the_layout_of_a_batch():
     """What the kernels are told, value by value: the reference that runs on a CPU has no use for the longest length."""
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
