@@ -279,6 +279,25 @@ def test_what_the_kernels_cannot_read_is_copied(name, which, library, monkeypatc
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_new_keys_that_the_kernels_cannot_read_are_copied(name, which, library, monkeypatch):
+    new = {key: torch.randn(2, 3, 5, 64).half() for key in "kv"}
+    x = new[which] = UNREADABLE[name](new[which])
+    found = []
+
+    def append(params: bytes) -> int:
+        given = getattr(STRUCTS["HfFlash2AppendParams"].from_buffer_copy(params), which)
+        found.append((plain(given), ctypes.string_at(given.data, x.numel() * x.element_size())))
+        return 0
+
+    monkeypatch.setattr(library, "hf_flash2_append", append)
+    kernels.append(new["k"], new["v"], half(2, 9, 5, 64), half(2, 9, 5, 64), int32(2), None)
+    ((given, memory),) = found
+    assert given["data"] != x.data_ptr() and given["data"] % 16 == 0 and given == operand(half(2, 3, 5, 64)) | {"data": given["data"]}
+    assert memory == memory_of(x)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
 @pytest.mark.parametrize("which", range(3))
 def test_what_the_kernels_cannot_read_is_copied_for_the_backward_of_the_op(name, which, library):
     tensors = list(dense())
