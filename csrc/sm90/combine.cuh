@@ -122,13 +122,13 @@ struct CombineArguments {
   int ways;  // how many warps share the splits of a row: a power of 2, at most kCombineWarps
 };
 
+namespace {  // each file has its own
 // Warp w is way w % ways of row w / ways of the block's rows, which are queries of the longest length each sequence may have. The first way
 // adds up what the others leave in shared memory.
 // PERF: of a brief call this kernel is a third, most of it instructions that come from memory, as other kernels ran since the last time. So
 // there are few of them, and while the kernel before still computes, all but the stores run once on no shares. One query, one sequence of 1k: 15.9
 // -> 11.3 us. TUNING.md, "Brief calls".
-// kHeadDim keeps the kernels of different files apart.
-template <int kHeadDim, int kHeadDimV, typename T>
+template <int kHeadDimV, typename T>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ CombineArguments arguments) {
   using Row = CombinedRow<kHeadDimV>;
   constexpr int kPieces = Row::kPieces;
@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
     for (int piece = 0; piece < kPieces; ++piece) asm volatile("" ::"r"(rounded[piece].x), "r"(rounded[piece].y));
   }
 }
+}  // namespace
 
 // Where tiles are shared: the pieces of a row together, by a warp.
 template <typename Shape, typename T>

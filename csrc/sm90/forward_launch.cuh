@@ -149,9 +149,8 @@ void launch_combine(const HfFlash2ForwardParams& params, int splits) {
   CombineArguments arguments{params, ForwardResults::of_shares(params, splits), splits, 1};
   while (arguments.ways < kCombineWarps && arguments.ways * kSharesAtOnce < splits) arguments.ways *= 2;
   const int64_t rows = int64_t{params.batch} * params.heads_q * params.max_seqlen_q;
-  launch<combine_kernel<Shape::kHeadDim, Shape::kTaskOutColumns, T>>(arguments, ceil_div(rows, kCombineWarps / arguments.ways),
-                                                                     kCombineThreads, 0, params.device, params.stream,
-                                                                     "attention forward, sm90, combine", Start::kEarly);
+  launch<combine_kernel<Shape::kTaskOutColumns, T>>(arguments, ceil_div(rows, kCombineWarps / arguments.ways), kCombineThreads, 0,
+                                                    params.device, params.stream, "attention forward, sm90, combine", Start::kEarly);
 }
 
 template <typename Shape, typename T>
