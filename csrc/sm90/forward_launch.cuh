@@ -195,7 +195,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared = plan.shared;
   arguments.shared.out = static_cast<float*>(params.workspace);
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
-  const int shared_bytes = Shape::kSharedBytes + (may_have_gaps(params) ? ForwardShared<Shape>::kGapBytes : 0);
+  const int shared_bytes = may_have_gaps(params) ? ForwardShared<Shape>::kBytesWithGaps : Shape::kSharedBytes;
   auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments, Shape::kColumnParts>;
   const bool paged = params.block_table != nullptr, capped = params.softcap > 0.f;
   if constexpr (Shape::kHasCapped) {
@@ -211,7 +211,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
   }
   compute(arguments, blocks * Shape::kColumnParts, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90",
-          start, Shape::kSharedBytes + ForwardShared<Shape>::kGapBytes);
+          start, ForwardShared<Shape>::kBytesWithGaps);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
   if constexpr (Shape::kSharesTiles) {
     launch<combine_pieces_kernel<Shape, T>>(arguments, ceil_div(int64_t{plan.shared.tiles} * Shape::kBlockM, kCombineWarps),

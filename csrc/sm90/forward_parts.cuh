@@ -123,8 +123,8 @@ struct ForwardShared {
   __device__ __forceinline__ uint32_t unit_full() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers); }
   __device__ __forceinline__ uint32_t unit_empty() const { return ring(4 * Shape::kStages + 3 * Shape::kConsumers + 1); }
   // Where there may be gaps: zeros (clear_gaps.cuh), and the sequence that comes first.
-  static constexpr int kGapBytes = kZeroBytes + 16;
-  __device__ __forceinline__ uint32_t zeros() const { return base + Shape::kSharedBytes; }
+  static constexpr int kBytesWithGaps = whole_lines(Shape::kSharedBytes) + kZeroBytes + 16;
+  __device__ __forceinline__ uint32_t zeros() const { return base + whole_lines(Shape::kSharedBytes); }
   __device__ __forceinline__ uint32_t first_batch() const { return zeros() + kZeroBytes; }
 
   // By one thread, before any use.
