@@ -27,12 +27,12 @@ static void allow_shared_memory(const Kernel& kernel, int bytes, int device) {
 }
 
 void launch_kernel(const Kernel& kernel, const void* params, int64_t blocks, int threads, int shared_bytes, int device, void* stream,
-                   const char* name, Start start, int most_shared_bytes) {
+                   const char* name, Start start, int most_shared_bytes, bool wants_l1) {
   if (blocks == 0) return;
   check_count(blocks, name);
   most_shared_bytes = std::max(most_shared_bytes, shared_bytes);
   if (most_shared_bytes > 48 * 1024) allow_shared_memory(kernel, most_shared_bytes, device);
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (start == Start::kEarly) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -41,6 +41,10 @@ void launch_kernel(const Kernel& kernel, const void* params, int64_t blocks, int
   if (kernel.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {static_cast<unsigned>(kernel.cluster), 1, 1};
+  }
+  if (wants_l1) {
+    attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxL1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));

@@ -41,17 +41,18 @@ struct Kernel {
   uint64_t* allowed;  // a bit for each device on which it may use more than 48 KB of shared memory
 };
 
-// One-dimensional launch; does nothing for an empty grid. most_shared_bytes: of all launches of a kernel, where they differ.
+// One-dimensional launch; does nothing for an empty grid. most_shared_bytes: of all launches of a kernel, where they differ. wants_l1: all there is,
+// in place of the shared memory that the kernel before it took.
 void launch_kernel(const Kernel& kernel, const void* params, int64_t blocks, int threads, int shared_bytes, int device, void* stream,
-                   const char* name, Start start, int most_shared_bytes);
+                   const char* name, Start start, int most_shared_bytes, bool wants_l1);
 
 // Of kernel(params).
 template <auto kKernel, typename Params, int kCluster = 1>
 void launch(const Params& params, int64_t blocks, int threads, int shared_bytes, int device, void* stream, const char* name,
-            Start start = Start::kInOrder, int most_shared_bytes = 0) {
+            Start start = Start::kInOrder, int most_shared_bytes = 0, bool wants_l1 = false) {
   static uint64_t allowed = 0;
   launch_kernel({reinterpret_cast<const void*>(kKernel), kCluster, &allowed}, &params, blocks, threads, shared_bytes, device, stream, name,
-                start, most_shared_bytes);
+                start, most_shared_bytes, wants_l1);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

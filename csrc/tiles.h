@@ -220,7 +220,8 @@ struct ForwardTile<512, TileSize::kSmall> {
 // Backward. A block is two warpgroups that compute and one that loads. Shared memory, of 227 KB, D' = D rounded up to 64:
 // (4 N + 4 kStages M) D' bytes for K, V, Q and dO, and to d 128 2 kStages M N for dS and 4 M D' for dQ in fp32 on its way out; above, 4 kStages M
 // N for dS of both blocks of a cluster, 2 M N for P and 256 N for what a block needs of its peer's K: 194, 193, 193, 201 and 217 KB (at d 256
-// with one stage of dO); 177 KB at d 192 with 128 of V. And 1 KB of zeros in padded batches.
+// with one stage of dO); 177 KB at d 192 with 128 of V. And 1 KB of zeros in padded batches, and at d 96 and 128 where there are two stages of dQ
+// (choose_dq_stages in backward_launch.cuh) 32 KB for the second. PERF: at d 64 that is no faster.
 // To d 128 a warpgroup has 64 of 128 keys. Accumulator registers of a thread, of 240: S and dP = M / 2 each, dK and dV = D / 2 each: 192 at
 // d 64 and 128; dQ takes the place of dP. M is what D' leaves for dQ in two pieces of 64 x 64.
 // Above, both warpgroups have the same 64 keys: one S and dV, the other dP and dK: M / 2 and D / 2, and 32 of dQ: 192 at d 256. Two thread
@@ -230,15 +231,15 @@ template <int kHeadDim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kBlockM = 128, kBlockN = 128, kStages = 2, kDoutStages = 2, kCluster = 1;
+  static constexpr int kBlockM = 128, kBlockN = 128, kStages = 2, kDoutStages = 2, kDqStages = 1, kCluster = 1;
 };
 template <>
 struct BackwardTile<96> {
-  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kCluster = 1;
+  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kDqStages = 2, kCluster = 1;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kCluster = 1;
+  static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kDqStages = 2, kCluster = 1;
 };
 template <>
 struct BackwardTile<192> {

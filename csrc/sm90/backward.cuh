@@ -24,7 +24,9 @@ struct BackwardShape : BackwardSizes<kHeadDim> {
   static_assert(Sizes::kStages == 2, "a buffer of dS and a ds_full() of every consumer for each");
   static constexpr bool kRounds = false;
   static constexpr int kDqPieceBytes = Sizes::kDqPieceFloats * 4;
-  static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + 2 * kDqPieceBytes;  // dS, then dQ in fp32
+  static constexpr int kDqStageBytes = 2 * kDqPieceBytes;
+  static constexpr int kWorkBytes = Sizes::kStages * Sizes::kScoreBytes + kDqStageBytes;  // dS, then dQ in fp32
+  static constexpr int kOwnBarriers = 2 + (Sizes::kDqStages > 1 ? 4 : 0);
 };
 
 // With thread blocks that round dQ, or none of them. PERF: a kernel of its own, as ptxas makes a faster loop of it, 2 to 4 % at d 64 from 8k on,
@@ -39,49 +41,72 @@ __device__ __forceinline__ uint32_t ds_buffer(const BackwardShared<Shape>& share
   return shared.work() + stage * Shape::kScoreBytes;
 }
 template <typename Shape>
-__device__ __forceinline__ uint32_t dq_buffer(const BackwardShared<Shape>& shared, int consumer) {
-  return ds_buffer(shared, Shape::kStages) + consumer * Shape::kDqPieceBytes;
+__device__ __forceinline__ uint32_t dq_buffer(const BackwardShared<Shape>& shared, int consumer, uint32_t stage) {
+  const uint32_t first = ds_buffer(shared, Shape::kStages), apart = shared.second_dq() - first;
+  return first + stage * apart + consumer * Shape::kDqPieceBytes;
 }
 
-// Named barriers of a piece of dQ: "full" when its consumer has written it, "empty" when it has left for global memory.
-__device__ __forceinline__ int dq_full(int consumer) { return 2 + consumer; }
+// Named barriers of a piece of dQ: "full" when its consumer has written it, "empty" when it has left for global memory. Where there may be two
+// stages, that is an mbarrier, as there are no more named ones.
+__device__ __forceinline__ int dq_full(int consumer, uint32_t stage) { return 2 + consumer + stage * 2; }
 __device__ __forceinline__ int dq_empty(int consumer) { return 4 + consumer; }
 constexpr int kDqThreads = 128 + 32;  // a consumer and the warp that adds
-constexpr int kTurnHasCome = 6;       // between the warp that watches and the one that adds
+template <typename Shape>
+__device__ __forceinline__ uint32_t dq_stage(const BackwardArguments& arguments, uint32_t step) {
+  return Shape::kDqStages > 1 ? step & (arguments.dq_stages - 1) : 0;
+}
 // Of consumers: its dS is there for itself, and for the other; its turn has come. ds_full takes turns with the buffers: the first consumer may
 // say that its next dS is there before the other has asked for the last.
 __device__ __forceinline__ int ds_here(int consumer) { return 7 + consumer; }
 __device__ __forceinline__ int ds_full(int consumer, int stage) { return 9 + consumer * 2 + stage; }
 __device__ __forceinline__ int consumer_turn(int consumer) { return 13 + consumer; }
 
-// Deterministic mode: watches the semaphores for the warp that adds. PERF: that warp has to wait for its last addition, too, and both one after
-// the other took longer than a step: 4 to 7 % at d 128. TUNING.md, "Deterministic mode".
+// Of the key blocks that come to a tile of dQ, the first stores, and those behind it wait until that is done and add: in any order, or in
+// deterministic mode one after the other. Where the accumulator has been cleared (not first_stores), all add.
+//
+// Waiting always ends. In deterministic mode it is for blocks that were launched earlier. Else, who is first at a tile is a block that
+// runs, and from taking that turn to passing it on it waits for no other block: it takes the next only when it has begun to store, and
+// passes this one on before it waits with the next.
+
+// By one thread: waits for this block's turn at a tile, except for the first. Returns whether it is the first, which stores.
+__device__ __forceinline__ bool wait_for_turn(int32_t* semaphore, int turn, bool deterministic) {
+  if (turn > 0 && turn < kEveryTurn) semaphore_wait(semaphore, deterministic ? turn : kEveryTurn);
+  return turn == 0;
+}
+
+// Finds the turns for the warp that adds: in deterministic mode, and where dQ has two stages.
+// PERF: that warp has to wait for its additions, too, and both one after the other often took longer than a step. TUNING.md, "Who adds to dQ".
+__device__ __forceinline__ bool has_watcher(const BackwardArguments& arguments) {
+  return arguments.params.deterministic || (arguments.dq_stages > 1 && arguments.first_stores);
+}
 template <typename Shape>
 __device__ __forceinline__ void watch_turns(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
-  const HfFlash2ForwardParams& forward = arguments.params.forward;
-  const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
+  const HfFlash2BackwardParams& params = arguments.params;
+  const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
+  uint32_t number = 0;
   wait_for_kernel_before();  // it clears the semaphores
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
     task.for_each_step([&](uint32_t, int, int query_block, int tile) {
-      if (threadIdx.x % 32 == 0) semaphore_wait(workspace.semaphore(tile), task.template turn<Shape>(forward, query_block));
+      if (threadIdx.x % 32 == 0) {
+        mbarrier_wait(shared.turn_empty(), (number & 1) ^ 1);
+        int32_t* semaphore = workspace.semaphore(tile);
+        const int turn = params.deterministic ? task.template turn<Shape>(params.forward, query_block) : semaphore_take(semaphore);
+        store_shared(shared.stores(), wait_for_turn(semaphore, turn, params.deterministic));
+        mbarrier_arrive(shared.turn_full());
+      }
       __syncwarp();
-      named_barrier_sync(kTurnHasCome, 64);
+      ++number;
     });
   });
 }
 
-// Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read. Of the key blocks that come to a tile, the
-// first stores, and those behind it wait until that is done and add: in any order, or in deterministic mode one after the other.
-// Where the accumulator has been cleared (not first_stores), all add.
-//
-// Waiting always ends. In deterministic mode it is for blocks that were launched earlier. Else, who is first at a tile is a block that
-// runs, and from taking that turn to passing it on it waits for no other block: it waits only with a turn that is not the first, before
-// it takes the next.
+// Brings dQ to global memory, by one warp: the consumers go on as soon as a piece has been read, or with two stages before that.
 template <typename Shape>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   const HfFlash2BackwardParams& params = arguments.params;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  const bool elected = elect_one();
+  const bool elected = elect_one(), watched = has_watcher(arguments);
+  uint32_t step = 0;
   int32_t* written = nullptr;  // semaphore of the tile of the step before, if others wait for what was written there
   const auto pass_turn = [&] {
     if (written == nullptr) return;
@@ -89,47 +114,60 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
     bulk_global_fence();
     semaphore_pass(written, params.deterministic ? 1 : kEveryTurn);
   };
-  const auto add = [&](const BackwardTask& task, int query_block, int tile) {
-    // The pieces of the step before have been read; in the first step nothing has been issued yet.
+  // A piece of the step before has been read; in the first step nothing has been issued yet.
+  const auto release = [&](int consumer) {
+    if constexpr (Shape::kDqStages > 1) {
+      if (elected && step > 0) mbarrier_arrive(shared.dq_empty(consumer, dq_stage<Shape>(arguments, step - 1)));
+    } else {
+      __syncwarp();
+      named_barrier_arrive(dq_empty(consumer), kDqThreads);
+    }
+  };
+  const auto add = [&](int tile) {
     if (elected) bulk_wait_read<1>();
-    __syncwarp();
-    named_barrier_arrive(dq_empty(0), kDqThreads);
+    release(0);
     if (elected) bulk_wait_read<0>();
-    __syncwarp();
-    named_barrier_arrive(dq_empty(1), kDqThreads);
-
+    release(1);
     float* dq = workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns);
     // PERF: here, the warp has nothing to do for most of a step: that hides how long the semaphores take.
     bool first = false;
-    if (elected) {
+    if (arguments.first_stores && elected) {
       int32_t* semaphore = workspace.semaphore(tile);
-      const int turn = params.deterministic     ? task.template turn<Shape>(params.forward, query_block)
-                       : arguments.first_stores ? semaphore_take(semaphore)
-                                                : kEveryTurn;
-      pass_turn();
-      first = turn == 0;
-      if (!params.deterministic && !first && turn < kEveryTurn) semaphore_wait(semaphore, kEveryTurn);
+      if (watched) {
+        pass_turn();
+        mbarrier_wait(shared.turn_full(), step & 1);
+        first = load_shared_int(shared.stores()) != 0;
+        if (params.deterministic) mbarrier_arrive(shared.turn_empty());
+      } else {
+        const int turn = semaphore_take(semaphore);
+        pass_turn();
+        first = wait_for_turn(semaphore, turn, false);
+      }
       written = first || params.deterministic ? semaphore : nullptr;
+      bulk_global_fence();
     }
-    if (params.deterministic) named_barrier_sync(kTurnHasCome, 64);
-    if (elected) bulk_global_fence();
     for (int consumer = 0; consumer < Shape::kConsumers; ++consumer) {
+      const uint32_t stage = dq_stage<Shape>(arguments, step), buffer = dq_buffer(shared, consumer, stage);
       __syncwarp();
-      named_barrier_sync(dq_full(consumer), kDqThreads);
+      named_barrier_sync(dq_full(consumer, stage), kDqThreads);
       if (elected) {
         float* piece = dq + consumer * Shape::kDqPieceFloats;
         if (first)
-          bulk_store(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
+          bulk_store(piece, buffer, Shape::kDqPieceBytes);
         else
-          bulk_reduce_add(piece, dq_buffer(shared, consumer), Shape::kDqPieceBytes);
+          bulk_reduce_add(piece, buffer, Shape::kDqPieceBytes);
         bulk_commit();
+        // Not before, as who takes a turn early has others wait.
+        if (consumer == 0 && watched && !params.deterministic) mbarrier_arrive(shared.turn_empty());
       }
     }
+    ++step;
   };
-  wait_for_kernel_before();  // it clears the semaphores
+  wait_for_kernel_before();  // it clears the semaphores, or the accumulator
   let_next_kernel_begin();   // which may read them at once
+  if (elected) bulk_global_fence();
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
-    task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(task, query_block, tile); });
+    task.for_each_step([&](uint32_t, int, int, int tile) { add(tile); });
     if (elected) {
       pass_turn();
       if (task.q.length > 0) {  // for has_ended()
@@ -165,13 +203,17 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     issue_query_gradient<Shape, T, 64>(&dq[0][0], ds_buffer(shared, stage) + (Shape::kDqByRows ? consumer * Shape::kScorePanelBytes : 0),
                                        shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
   };
-  const auto store_dq = [&](float (&dq)[8][4]) {
+  const auto store_dq = [&](float (&dq)[8][4], uint32_t step) {
+    const uint32_t stage = dq_stage<Shape>(arguments, step);
     wgmma_use<32>(&dq[0][0]);
-    named_barrier_sync(dq_empty(consumer), kDqThreads);
+    if constexpr (Shape::kDqStages > 1)
+      mbarrier_wait(shared.dq_empty(consumer, stage), (step >> (arguments.dq_stages - 1) & 1) ^ 1);
+    else
+      named_barrier_sync(dq_empty(consumer), kDqThreads);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer) + (n * 128 + thread) * 16, dq[n]);
+    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + (n * 128 + thread) * 16, dq[n]);
     async_proxy_fence();
-    named_barrier_arrive(dq_full(consumer), kDqThreads);
+    named_barrier_arrive(dq_full(consumer, stage), kDqThreads);
   };
   const auto pass_turn = [&] { named_barrier_arrive(consumer_turn(1 - consumer), Shape::kConsumerThreads); };
 
@@ -251,7 +293,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     if constexpr (kScoresEarly) issue_s(p, step + 1);
     if constexpr (!kFirst) {
       wgmma_wait<kScoresEarly ? 2 : 1>();
-      store_dq(dq);
+      store_dq(dq, step - 1);
     }
     if constexpr (!kScoresEarly) {
       issue_s(p, step + 1);
@@ -290,7 +332,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       issue_dq(dq, step - 1);
       issue_dk(step);
       wgmma_wait<1>();
-      store_dq(dq);
+      store_dq(dq, step - 1);
     } else {
       issue_dk(step);
     }
@@ -298,8 +340,8 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     issue_dq(dq, step);
     wgmma_wait<0>();
     mbarrier_arrive(shared.keys_empty());
-    mbarrier_arrive(shared.empty(step++ % kStages));
-    store_dq(dq);
+    mbarrier_arrive(shared.empty(step % kStages));
+    store_dq(dq, step++);
     wgmma_use<kHeadDim / 2>(&dk[0][0]);
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
   }
@@ -318,7 +360,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   if constexpr (Shape::kRounds) {
     if (blockIdx.x >= arguments.task_blocks) return round_beside_tasks<Shape, T>(arguments, shared.base);
   }
-  shared.make_barriers(arguments.params.deterministic ? 2 : 1);
+  shared.make_barriers(has_watcher(arguments) ? 2 : 1);
   if (threadIdx.x < Shape::kConsumerThreads) {  // the loader stands last in the source, first in the code: see forward.cuh
     take_registers<Shape::kConsumerRegisters>();
     uint32_t step = 0, key_blocks = 0;
@@ -334,7 +376,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
     if (warp == 3) {
       clear_gradient_gaps(arguments, shared);
     } else if (warp == 2) {
-      if (arguments.params.deterministic) watch_turns<Shape>(arguments, shared);
+      if (has_watcher(arguments)) watch_turns<Shape>(arguments, shared);
     } else if (warp == 1) {
       add_query_gradients<Shape>(arguments, shared);
     } else if (elect_one()) {

@@ -72,6 +72,16 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocess
   return std::min(kMost, static_cast<int>(std::lround(kRoundingTime * multiprocessors / key_blocks)));
 }
 
+// Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
+// heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
+// stored to a tile first waits behind zeros.
+// PERF: d 96 and 128 1 to 3 %; else 2 to 5 % slower. TUNING.md, "Who adds to dQ".
+template <typename Shape>
+int choose_dq_stages(const HfFlash2BackwardParams& params, int splits) {
+  constexpr int kShort = 1024;
+  return splits > 1 || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
+}
+
 // Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that: then, among how many of them the query heads
 // of a group are split, else 0. Above head dim 128 nothing need clear the accumulator then, and the last kernel begins with the tiles that all have
 // added to; but they wait for each other, the longer a head is, and the more of them work on one. So: for short sequences, and where each
@@ -218,6 +228,8 @@ void launch_backward(HfFlash2BackwardParams params) {
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
+  arguments.dq_stages = choose_dq_stages<Shape>(params, plan.splits);
+
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
   // TUNING.md, "First and last kernel".
   const bool brief = Shape::kHeadDim > 64 || forward.max_seqlen_k < 16384;
@@ -236,8 +248,7 @@ void launch_backward(HfFlash2BackwardParams params) {
     preprocess(std::false_type{});
   else
     preprocess(std::true_type{});
-  constexpr int kSharedBytes = BackwardShared<Shape>::kBytes;
-  const int shared_bytes = kSharedBytes + (may_have_gaps(params) ? kZeroBytes : 0), most_shared_bytes = kSharedBytes + kZeroBytes;
+  const int shared_bytes = BackwardShared<Shape>::bytes(arguments.dq_stages, may_have_gaps(params));
   constexpr const char* kName = "attention backward, sm90";
   auto* compute =
       params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
@@ -245,7 +256,7 @@ void launch_backward(HfFlash2BackwardParams params) {
     if (may_round) compute = launch<backward_kernel<Rounds<Shape>, T>, BackwardArguments, Shape::kCluster>;
   }
   compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
-          most_shared_bytes);
+          BackwardShared<Shape>::kMostBytes, false);
   if constexpr (Shape::kHeadDim <= 128) {
     if (rounding > 0)
       return launch<round_rest_kernel<Shape, T>>(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)),
@@ -259,7 +270,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   const int early_blocks = static_cast<int>(query_blocks / std::max(1, arguments.scheduler.heads) * early_heads);
   const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, asks};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
-                                   "attention backward, sm90, convert", start);
+                                   "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
 }
 
 // Calls f(shape) with the tiles for this call.

@@ -18,11 +18,10 @@ namespace hf_flash2::sm90 {
 // done with it.
 template <typename Shape>
 struct BackwardShared {
-  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages,
-                       kBarriers = 5 + 3 * kStages + (Shape::kCluster - 1) * 7 + (Shape::kColumnParts - 1) * 6;
+  static constexpr int kStages = Shape::kStages, kDoutStages = Shape::kDoutStages, kBarriers = 4 + 3 * kStages + Shape::kOwnBarriers;
   static constexpr int kBytes = Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes +
                                 kStages * (Shape::kQueryBytes + 2 * Shape::kRowBytes) + kDoutStages * Shape::kDoutBytes +
-                                Shape::kWorkBytes + BackwardTask::kBytes + (Shape::kCluster - 1) * kUnitBytes + (kBarriers + 1) / 2 * 16;
+                                Shape::kWorkBytes + BackwardTask::kBytes + kUnitBytes + (kBarriers + 1) / 2 * 16;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t k() const { return base; }
@@ -34,8 +33,10 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t lse_log2(int stage) const { return work() + Shape::kWorkBytes + stage * Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t delta(int stage) const { return lse_log2(kStages + stage); }
   __device__ __forceinline__ uint32_t task() const { return lse_log2(2 * kStages); }
-  __device__ __forceinline__ uint32_t unit() const { return task() + BackwardTask::kBytes; }  // the number of the next task, from the peer
-  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + (Shape::kCluster - 1) * kUnitBytes + i * 8; }
+  // The number of the next task, from the peer; or of backward.cuh, whether this block stores dQ of a step, as the first there.
+  __device__ __forceinline__ uint32_t unit() const { return task() + BackwardTask::kBytes; }
+  __device__ __forceinline__ uint32_t stores() const { return unit(); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return unit() + kUnitBytes + i * 8; }
   __device__ __forceinline__ uint32_t task_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t task_empty() const { return barrier(1); }
   __device__ __forceinline__ uint32_t keys_full() const { return barrier(2); }  // K and V
@@ -43,6 +44,10 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(4 + kStages + stage); }
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(4 + 2 * kStages + stage); }  // Q and dO
+  // Of backward.cuh, kOwnBarriers: the turn of a step, between the warp that watches and the one that adds; and dQ has left for global memory.
+  __device__ __forceinline__ uint32_t turn_full() const { return barrier(4 + 3 * kStages); }
+  __device__ __forceinline__ uint32_t turn_empty() const { return barrier(5 + 3 * kStages); }
+  __device__ __forceinline__ uint32_t dq_empty(int consumer, int stage) const { return barrier(6 + 3 * kStages + consumer + stage * 2); }
   // Of backward_wide.cuh:
   __device__ __forceinline__ uint32_t p_empty() const { return barrier(4 + 3 * kStages); }
   __device__ __forceinline__ uint32_t ds_full(int stage) const { return barrier(5 + 3 * kStages + stage); }
@@ -55,7 +60,15 @@ struct BackwardShared {
     return {work() + Shape::kPartsAt + consumer * Shape::kPartBytes, barrier(12 + 3 * kStages + 2 * consumer),
             barrier(16 + 3 * kStages + consumer)};
   }
-  __device__ __forceinline__ uint32_t zeros() const { return base + kBytes; }  // where there may be gaps: clear_gaps.cuh
+  // Not in every launch: a second stage of dQ, and zeros for gaps (clear_gaps.cuh).
+  static constexpr int kMostBytes = whole_lines(kBytes) + (Shape::kDqStages - 1) * Shape::kDqStageBytes + kZeroBytes;
+  static_assert(kMostBytes <= 227 * 1024);
+  static int bytes(int dq_stages, bool gaps) {
+    if (dq_stages == 1 && !gaps) return kBytes;
+    return whole_lines(kBytes) + (dq_stages - 1) * Shape::kDqStageBytes + (gaps ? kZeroBytes : 0);
+  }
+  __device__ __forceinline__ uint32_t second_dq() const { return base + whole_lines(kBytes); }
+  __device__ __forceinline__ uint32_t zeros(int dq_stages) const { return second_dq() + (dq_stages - 1) * Shape::kDqStageBytes; }
 
   // By the whole block. warps: those that read tasks beside the consumers.
   __device__ __forceinline__ void make_barriers(int warps = 0) const {
@@ -64,8 +77,14 @@ struct BackwardShared {
       mbarrier_init(task_empty(), Shape::kConsumerThreads + warps * 32);
       mbarrier_init(keys_full(), 1);
       mbarrier_init(keys_empty(), Shape::kConsumerThreads);
-      mbarrier_init(p_empty(), 128);
-      if constexpr (Shape::kCluster > 1) {
+      if constexpr (Shape::kCluster == 1) {
+        mbarrier_init(turn_full(), 1);
+        mbarrier_init(turn_empty(), 1);
+        if constexpr (Shape::kDqStages > 1) {
+          for (int i = 0; i < 4; ++i) mbarrier_init(dq_empty(i % 2, i / 2), 1);
+        }
+      } else {
+        mbarrier_init(p_empty(), 128);
         for (int stage = 0; stage < 2; ++stage) mbarrier_init(ds_full(stage), 1), mbarrier_init(ds_empty(stage), Shape::kConsumers * 4);
         mbarrier_init(dout_empty(), Shape::kConsumerThreads);
         mbarrier_init(unit_full(), 1);
@@ -94,7 +113,7 @@ struct BackwardShared {
 template <typename Shape>
 __device__ __forceinline__ void clear_gradient_gaps(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
   if (may_have_gaps(arguments.params))
-    clear_gaps<true>(shared.zeros(),
+    clear_gaps<true>(shared.zeros(arguments.dq_stages),
                      [&](const auto& clear) { for_each_backward_gap(arguments.params, blockIdx.x, arguments.task_blocks, clear); });
 }
 

@@ -43,6 +43,7 @@ struct BackwardArguments {
   int query_blocks;     // of all heads
   int task_blocks;      // thread blocks that compute
   int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
+  int dq_stages;        // of dQ in shared memory, on its way out
   bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
   ScoreCap cap;
   DropoutRate dropout;

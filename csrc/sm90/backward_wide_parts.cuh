@@ -14,7 +14,8 @@ struct BackwardWideShape : BackwardSizes<kHeadDim, kHeadDimV> {
   static constexpr int kPartBytes = Sizes::kColumnParts > 1 ? PartOfPeer<Sizes::kBlockM / 8>::kBytes : 0;
   // dS, of both blocks where each has its keys, then P, then the peer's parts of S and dP.
   static constexpr int kPartsAt = Sizes::kTaskBlocks * Sizes::kStages * Sizes::kScoreBytes + kPBytes;
-  static constexpr int kWorkBytes = kPartsAt + 2 * kPartBytes;
+  static constexpr int kWorkBytes = kPartsAt + 2 * kPartBytes, kOwnBarriers = 8 + (Sizes::kColumnParts - 1) * 6;
+  static constexpr int kDqStages = 1, kDqStageBytes = 0;  // dQ leaves from registers
   static constexpr bool kDeterministic = false;
   static constexpr int kApart = kHeadDim == 256 ? 6 : kHeadDimV == 128 ? 4 : 2;  // products between two additions: add_dq()
   // Columns of dQ that a consumer computes at a time, and how often.

@@ -211,7 +211,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
   }
   compute(arguments, blocks * Shape::kColumnParts, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90",
-          start, ForwardShared<Shape>::kBytesWithGaps);
+          start, ForwardShared<Shape>::kBytesWithGaps, false);
   if (splits > 1) launch_combine<Shape, T>(params, splits);
   if constexpr (Shape::kSharesTiles) {
     launch<combine_pieces_kernel<Shape, T>>(arguments, ceil_div(int64_t{plan.shared.tiles} * Shape::kBlockM, kCombineWarps),

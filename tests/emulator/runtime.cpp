@@ -125,7 +125,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
     const cudaLaunchAttribute& attribute = config->attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension)
       cluster = attribute.val.clusterDim.x * attribute.val.clusterDim.y * attribute.val.clusterDim.z;
-    else
+    else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization)
       early = attribute.val.programmaticStreamSerializationAllowed;
   }
   if ((early || cluster > 1) && emulator::kDevices[current_device].compute_capability < 90) return cudaErrorInvalidValue;

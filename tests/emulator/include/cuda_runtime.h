@@ -164,11 +164,16 @@ enum cudaDeviceAttr {
 };
 enum { cudaEnableDefault = 0 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum { cudaSharedmemCarveoutMaxL1 = 0 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+  cudaLaunchAttributePreferredSharedMemoryCarveout = 14
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
-    int programmaticStreamSerializationAllowed;
+    int programmaticStreamSerializationAllowed, sharedMemCarveout;
     struct {
       unsigned x, y, z;
     } clusterDim;
