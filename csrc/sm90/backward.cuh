@@ -3,9 +3,10 @@
 //
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys
-// each; of the last, one thread finds tasks and loads, and one warp adds dQ to global memory. Only dS goes through shared memory, once, for
-// dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So neither waits for the other's
-// dS, and one can be half a step ahead: they take turns at dQ, dK and S, and while one computes P and dS the other has the tensor cores.
+// each; of the last, one thread finds tasks and loads, one warp adds dQ to global memory, and one may find its turns there. Only dS goes
+// through shared memory, once, for dQ = dS K, which contracts over the keys of both warpgroups: each computes 64 x 64 of it, a step later. So
+// neither waits for the other's dS, and one can be half a step ahead: they take turns at dQ, dK and S, and while one computes P and dS the
+// other has the tensor cores.
 // PERF: dQ, the dK of a step and the S of the next are under way together. The loop ends behind dS, where no product is: carried over the edge,
 // one makes ptxas serialise all. -2 to 9 % faster than a loop that ends behind dK; turns bring 3 to 10 %. Shared memory is what limits it, 81 %
 // busy beside what the copy engine moves. TUNING.md, "The loop".
@@ -61,9 +62,8 @@ __device__ __forceinline__ int ds_here(int consumer) { return 7 + consumer; }
 __device__ __forceinline__ int ds_full(int consumer, int stage) { return 9 + consumer * 2 + stage; }
 __device__ __forceinline__ int consumer_turn(int consumer) { return 13 + consumer; }
 
-// Of the key blocks that come to a tile of dQ, the first stores, and those behind it wait until that is done and add: in any order, or in
+// Turns. Of the key blocks that come to a tile of dQ, the first stores, and those behind it wait until that is done and add: in any order, or in
 // deterministic mode one after the other. Where the accumulator has been cleared (not first_stores), all add.
-//
 // Waiting always ends. In deterministic mode it is for blocks that were launched earlier. Else, who is first at a tile is a block that
 // runs, and from taking that turn to passing it on it waits for no other block: it takes the next only when it has begun to store, and
 // passes this one on before it waits with the next.
