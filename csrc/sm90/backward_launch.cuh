@@ -75,7 +75,7 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocess
 // Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
 // heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
 // stored to a tile first waits behind zeros.
-// PERF: d 96 and 128 1 to 3 %; else 2 to 5 % slower. TUNING.md, "Who adds to dQ".
+// PERF: d 96 and 128 0 to 3 %; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
 template <typename Shape>
 int choose_dq_stages(const HfFlash2BackwardParams& params, int splits) {
   constexpr int kShort = 1024;

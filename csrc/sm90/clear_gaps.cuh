@@ -11,7 +11,7 @@ namespace hf_flash2::sm90 {
 // Of shared memory, behind all else, and only where there may be gaps: with 1 KB more, fewer thread blocks or less L1 may be left.
 constexpr int kZeroBytes = 1024;
 // What lies behind so many bytes begins on a line. PERF: zeros do, as copies from an odd multiple of 16 bytes are slower, and so
-// is what waits for the copy engine: a padded backward 4 to 10 %. TUNING.md, "Zeros in gaps".
+// is what waits for the copy engine: a padded backward 2 to 10 %. TUNING.md, "Zeros in gaps".
 __host__ __device__ constexpr int whole_lines(int bytes) { return (bytes + 127) / 128 * 128; }
 // Where zeros are paced, so many times as much is under way at a time.
 constexpr int kZeroGroups = 2;
