@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
       named_barrier_arrive(dq_empty(consumer), kDqThreads);
     }
   };
-  const auto add = [&](int tile) {
+  const auto add = [&](int tile, int queries) {  // from the first of the tile to the end of the sequence
     if (elected) bulk_wait_read<1>();
     release(0);
     if (elected) bulk_wait_read<0>();
@@ -152,10 +152,13 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
       named_barrier_sync(dq_full(consumer, stage), kDqThreads);
       if (elected) {
         float* piece = dq + consumer * Shape::kDqPieceFloats;
-        if (first)
-          bulk_store(piece, buffer, Shape::kDqPieceBytes);
-        else
-          bulk_reduce_add(piece, buffer, Shape::kDqPieceBytes);
+        const int bytes = Shape::dq_floats(queries - (Shape::kDqByRows ? consumer * 64 : 0)) * 4;
+        if (bytes > 0) {
+          if (first)
+            bulk_store(piece, buffer, bytes);
+          else
+            bulk_reduce_add(piece, buffer, bytes);
+        }
         bulk_commit();
         // Not before, as who takes a turn early has others wait.
         if (consumer == 0 && watched && !params.deterministic) mbarrier_arrive(shared.turn_empty());
@@ -167,7 +170,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
   let_next_kernel_begin();   // which may read them at once
   if (elected) bulk_global_fence();
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
-    task.for_each_step([&](uint32_t, int, int, int tile) { add(tile); });
+    task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(tile, task.q.length - query_block * Shape::kBlockM); });
     if (elected) {
       pass_turn();
       if (task.q.length > 0) {  // for has_ended()
@@ -203,6 +206,8 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     issue_query_gradient<Shape, T, 64>(&dq[0][0], ds_buffer(shared, stage) + (Shape::kDqByRows ? consumer * Shape::kScorePanelBytes : 0),
                                        shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
   };
+  // PERF: in a register; found in every step anew, from threadIdx, d 64 is 1 to 4 % slower, d 128 1. TUNING.md, "Who adds to dQ".
+  const uint32_t dq_place = hidden(Shape::dq_place(0, thread) * 4);
   const auto store_dq = [&](float (&dq)[8][4], uint32_t step) {
     const uint32_t stage = dq_stage<Shape>(arguments, step);
     wgmma_use<32>(&dq[0][0]);
@@ -211,7 +216,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     else
       named_barrier_sync(dq_empty(consumer), kDqThreads);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + (n * 128 + thread) * 16, dq[n]);
+    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + dq_place + Shape::dq_place(n, 0) * 4, dq[n]);
     async_proxy_fence();
     named_barrier_arrive(dq_full(consumer, stage), kDqThreads);
   };

@@ -51,7 +51,7 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   float dq[8][4];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(accumulated + (n * 128 + thread) * 4);
+    const float4 x = *reinterpret_cast<const float4*>(accumulated + Shape::dq_place(n, thread));
     dq[n][0] = written ? x.x * forward.softmax_scale : 0.f, dq[n][1] = written ? x.y * forward.softmax_scale : 0.f;
     dq[n][2] = written ? x.z * forward.softmax_scale : 0.f, dq[n][3] = written ? x.w * forward.softmax_scale : 0.f;
   }

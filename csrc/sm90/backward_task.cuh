@@ -97,10 +97,21 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kQueryBytes = kQueryPanelBytes * kPanels, kDoutBytes = kQueryPanelBytes * kValuePanels;  // one stage of Q, of dO
   static constexpr int kScoreBytes = kScorePanelBytes * (kBlockM / 64);                                         // dS, panels of 64 queries
   static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
-  // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows).
-  // Columns behind the head dim stay zero.
+  // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows). A piece is
+  // one group of 16 rows after another, so that those behind a sequence can be left out; of a group, 8 columns after 8 columns, of these a
+  // lane's four elements after each other. Columns behind the head dim stay zero.
   static constexpr int kDqColumns = kPanels * kColumnParts * 64, kDqPieceFloats = 64 * 64,
                        kDqPieces = kBlockM / 64 * kPanels * kColumnParts;
+  static constexpr int kDqRows = 16, kDqRowsFloats = kDqRows * 64;  // a group, which a warp of a consumer has
+  // Of columns [8 tile, 8 tile + 8) of a piece, where the elements of a thread are.
+  static __device__ __forceinline__ int dq_place(int tile, int thread) {
+    return thread / 32 * kDqRowsFloats + (tile * 32 + thread % 32) * 4;
+  }
+  // How many floats of a piece have queries, of so many from its first on. PERF: others are not added, 1 % of ragged batches. TUNING.md, "Who
+  // adds to dQ".
+  static __device__ __forceinline__ int dq_floats(int queries) {
+    return min(kDqPieceFloats, (queries + kDqRows - 1) / kDqRows * kDqRowsFloats);
+  }
   static constexpr bool kDqByRows = kBlockM == 128;
   // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
   static constexpr int kKeyGradientElements = kBlockN * (kTaskHeadDim + kTaskHeadDimV);

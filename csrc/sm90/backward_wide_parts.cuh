@@ -128,7 +128,8 @@ struct DqPlace {
   template <typename Shape, int kConsumer>
   static __device__ __forceinline__ DqPlace make(const BackwardShared<Shape>& shared) {
     const uint32_t column = first_dq_column<Shape, kConsumer>(cluster_rank());
-    return {hidden((column * 64 + threadIdx.x % 128 * 4) * sizeof(float)), peer_address(shared.ds_empty(0))};
+    const uint32_t place = column / 64 * Shape::kDqPieceFloats + Shape::dq_place(column % 64 / 8, threadIdx.x % 128);
+    return {hidden(place * sizeof(float)), peer_address(shared.ds_empty(0))};
   }
 };
 
@@ -153,9 +154,11 @@ __device__ __forceinline__ void add_dq(const HfFlash2BackwardParams& params, con
   char* const columns =
       reinterpret_cast<char*>(workspace.dq + static_cast<int64_t>(tile) * (Shape::kBlockM * Shape::kDqColumns)) + place.bytes;
   uint32_t zero = __float_as_uint(dq[kTiles - 1][3]) & params.forward.head_dim >> 31;  // which the compiler does not know
+  // From the first of this consumer's tiles, which begin with a piece or are of one alone.
+  const auto apart = [](int tile) { return tile / 8 * Shape::kDqPieceFloats + Shape::dq_place(tile % 8, 0); };
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    float* const four = reinterpret_cast<float*>(columns + zero + (round * kTiles + n) * (128 * 4 * sizeof(float)));
+    float* const four = reinterpret_cast<float*>(columns + zero + apart(round * kTiles + n) * sizeof(float));
     if (Shape::kDeterministic && first)
       store_reduced(four, 0, dq[n]);
     else

@@ -7,7 +7,7 @@
 
 namespace hf_flash2::sm90 {
 
-// What a warp rounds at a time: 64 queries x 32 columns of dQ, half a piece. Chunks are counted by QueryBlock, and in a tile.
+// What a warp rounds at a time: 32 queries x 64 columns of dQ, half a piece. Chunks are counted by QueryBlock, and in a tile.
 template <typename Shape>
 struct RoundingSizes {
   static constexpr int kFloats = Shape::kDqPieceFloats / 2, kBytes = kFloats * 4, kOfTile = Shape::kDqPieces * 2;
@@ -34,8 +34,8 @@ struct RoundingChunk {
     const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
     const QueryBlock at(forward, Shape::kBlockM, chunk / Sizes::kOfTile);
     const int part = chunk % Sizes::kOfTile;
-    const int first_query = at.number * Shape::kBlockM + (Shape::kDqByRows ? part / 2 * 64 : 0);
-    const int first_column = (Shape::kDqByRows ? part % 2 : part) * 32;
+    const int first_query = at.number * Shape::kBlockM + (Shape::kDqByRows ? part : part % 2) * 32;
+    const int first_column = Shape::kDqByRows ? 0 : part / 2 * 64;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, at.batch, forward.max_seqlen_q);
     found.queries = q.length - first_query, found.columns = forward.head_dim - first_column;
     found.here = found.queries > 0 && found.columns > 0, found.done = true;
@@ -97,8 +97,9 @@ struct Rounder {
     const auto load = [&](uint32_t i) {
       __syncwarp();  // all have read what was there
       if (rest != 0 && lane == __ffs(rest) - 1) {
-        mbarrier_arrive_expect(full(i), Sizes::kBytes);
-        bulk_load(buffer(i), found.sums, Sizes::kBytes, full(i));
+        const int bytes = min(Sizes::kBytes, Shape::dq_floats(found.queries) * 4);
+        mbarrier_arrive_expect(full(i), bytes);
+        bulk_load(buffer(i), found.sums, bytes, full(i));
       }
       rest &= rest - 1;
     };
@@ -119,8 +120,8 @@ struct Rounder {
     return end != 1;
   }
 
-  // A lane has rows r and r + 8 of every 16 queries, and 8 columns: four vectors side by side, of two columns of both rows. Lanes of other
-  // columns begin with another vector, so that they meet in no bank: element v is that of columns 2 (v + lane) % 8.
+  // Parts are of 16 queries x 32 columns. A lane has rows r and r + 8 of each, and 8 columns: four vectors side by side, of two columns of both
+  // rows. Lanes of other columns begin with another vector, so that they meet in no bank: element v is that of columns 2 (v + lane) % 8.
   __device__ __forceinline__ void load_rounded(uint32_t (&rounded)[4][2][4], bool written) const {
     const int row = threadIdx.x % 32 / 4, tile = threadIdx.x % 4;
     const float scale = arguments.params.forward.softmax_scale;
@@ -128,7 +129,7 @@ struct Rounder {
     for (int part = 0; part < 4; ++part) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        const uint4 x = load_shared_uint4(buffer(at) + ((tile * 4 + part) * 32 + row * 4 + (v + tile) % 4) * 16);
+        const uint4 x = load_shared_uint4(buffer(at) + ((part * 4 + tile) * 32 + row * 4 + (v + tile) % 4) * 16);
         const uint32_t low = pack<T>(__uint_as_float(x.x) * scale, __uint_as_float(x.y) * scale);
         const uint32_t high = pack<T>(__uint_as_float(x.z) * scale, __uint_as_float(x.w) * scale);
         rounded[part][0][v] = written ? low : 0, rounded[part][1][v] = written ? high : 0;
@@ -146,9 +147,9 @@ struct Rounder {
         const bool odd = tile & 1;
         const uint32_t y[4] = {odd ? x[3] : x[0], odd ? x[0] : x[1], odd ? x[1] : x[2], odd ? x[2] : x[3]};
         const uint4 in_order = tile & 2 ? make_uint4(y[2], y[3], y[0], y[1]) : make_uint4(y[0], y[1], y[2], y[3]);
-        const int query = part * 16 + half * 8 + threadIdx.x % 32 / 4;
-        if (query < queries && tile * 8 < columns)
-          *reinterpret_cast<uint4*>(rows + query * arguments.params.dq.token_stride + tile * 8) = in_order;
+        const int query = part / 2 * 16 + half * 8 + threadIdx.x % 32 / 4, column = part % 2 * 32 + tile * 8;
+        if (query < queries && column < columns)
+          *reinterpret_cast<uint4*>(rows + query * arguments.params.dq.token_stride + column) = in_order;
       }
     }
   }
