@@ -41,12 +41,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until at most kPending of this thread's newest groups are not complete: the writes of the others can be seen.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-__device__ __forceinline__ void bulk_wait_all() { bulk_wait<0>(); }
+// Waits until all groups of this thread are complete: others can see what they have written.
+__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(0) : "memory"); }
 
 // Orders ordinary accesses to global memory, before and after, with those of the bulk engine.
 __device__ __forceinline__ void bulk_global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

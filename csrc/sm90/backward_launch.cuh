@@ -58,12 +58,14 @@ inline bool has_many_tasks(int64_t tasks, int multiprocessors) { return tasks >=
 
 // How many multiprocessors round dQ while the others compute (rounding.cuh), so that they keep up: a tile takes them kRoundingTime, the others
 // one for each key block that comes to it. None where half of one would do. Not for few tasks: what ends with the last is not rounded there.
+// Nor in padded batches above d 64, where zeros are in the way of both (to 1k, 4k, 8k 1 to 3 % slower with some, to 2k level).
 // PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. 1 to 8 %, the shorter the more.
 // TUNING.md, "dQ rounded beside", also for what was tried.
 template <typename Shape>
 int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocessors) {
   constexpr double kRoundingTime = 0.21;  // of a tile, in that of a query block of a task
   constexpr int kMost = Workspace::kMostRoundingWarps / RoundingSizes<Shape>::kWarps;
+  if (Shape::kHeadDim > 64 && params.sequences_k.ranges != nullptr) return 0;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
   const double keys = packed ? static_cast<double>(params.total_k) / params.batch : params.max_seqlen_k;
   const double longest =

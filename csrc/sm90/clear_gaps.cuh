@@ -13,8 +13,8 @@ constexpr int kZeroBytes = 1024;
 // What lies behind so many bytes begins on a line. PERF: zeros do, as copies from an odd multiple of 16 bytes are slower, and so
 // is what waits for the copy engine: a padded backward 2 to 10 %. TUNING.md, "Zeros in gaps".
 __host__ __device__ constexpr int whole_lines(int bytes) { return (bytes + 127) / 128 * 128; }
-// Where zeros are paced, so many times as much is under way at a time.
-constexpr int kZeroGroups = 2;
+// Where zeros are paced, so many copies at a time: before the next, all of these have been written.
+constexpr int kZerosAtOnce = 4;
 
 // By a warp: `for_each(clear)` calls clear(tensor, batch, begin, end, heads, columns) for rows. A thread block has a megabyte or two of them.
 // kPaced: spread over the time of the kernel, so that what it loads does not queue behind them.
@@ -28,6 +28,7 @@ __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
   __syncwarp();
   wait_for_kernel_before();
   if (!elect_one()) return;
+  int copies = 0;
   for_each([&](const HfFlash2Tensor& tensor, int batch, int begin, int end, int heads, int columns) {
     // What lies side by side is one run.
     const int heads_of_run = tensor.head_stride == columns ? heads : 1;
@@ -41,8 +42,10 @@ __device__ __forceinline__ void clear_gaps(uint32_t zeros, const F& for_each) {
         for (int bytes = tokens_of_run * heads_of_run * columns * 2; bytes > 0; bytes -= kZeroBytes, run += kZeroBytes) {
           bulk_store_streaming(run, zeros, min(bytes, kZeroBytes));
           if constexpr (kPaced) {
-            bulk_commit();
-            bulk_wait<kZeroGroups - 1>();
+            if (++copies % kZerosAtOnce == 0) {
+              bulk_commit();
+              bulk_wait_all();
+            }
           }
         }
       }
