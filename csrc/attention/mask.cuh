@@ -62,6 +62,16 @@ struct Mask {
     return max(0, last_row + block_m) / block_m;
   }
 
+  // Query blocks before this one see no key but of the first block.
+  __device__ __forceinline__ int lone_query_block_end(int block_n, int block_m) const {
+    return len_k <= block_n ? INT_MAX : query_block_begin(block_n, block_m);
+  }
+  // Whether some row of a query block sees a key of the first block, and none any other.
+  __device__ __forceinline__ bool is_lone(int query_block, int block_n, int block_m) const {
+    return len_k > 0 && query_block < lone_query_block_end(block_n, block_m) && query_block >= query_block_begin(0, block_m) &&
+           query_block < query_block_end(block_n, block_m);
+  }
+
   // Key blocks [begin, end) that every row of [row_begin, row_end) sees whole, holes apart.
   __device__ __forceinline__ int unmasked_block_begin(int row_end, int block_n) const {
     return (max(0, row_end - 1 + shift() - left()) + block_n - 1) / block_n;

@@ -37,6 +37,14 @@ struct Rounds : Shape {
   static constexpr bool kRounds = true;
 };
 
+// Where only the first key block comes to a query block, that task has all of its dQ, which the consumers round and store: no kernel need do so
+// later. PERF: where these blocks are many, 3 to 10 %; a kernel of its own, as for others the loop is 1 to 2 % slower. TUNING.md, "dQ of one
+// task".
+template <typename Shape>
+struct StoresLone : Shape {
+  static constexpr bool kStoresLone = true;
+};
+
 template <typename Shape>
 __device__ __forceinline__ uint32_t ds_buffer(const BackwardShared<Shape>& shared, int stage) {
   return shared.work() + stage * Shape::kScoreBytes;
@@ -123,7 +131,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
       named_barrier_arrive(dq_empty(consumer), kDqThreads);
     }
   };
-  const auto add = [&](int tile, int queries) {  // from the first of the tile to the end of the sequence
+  // queries: from the first of the tile to the end of the sequence, none where nothing is added.
+  const auto add = [&](int tile, int queries) {
     if (elected) bulk_wait_read<1>();
     release(0);
     if (elected) bulk_wait_read<0>();
@@ -170,7 +179,10 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
   let_next_kernel_begin();   // which may read them at once
   if (elected) bulk_global_fence();
   for_each_task(arguments, shared, [&](const BackwardTask& task) {
-    task.for_each_step([&](uint32_t, int, int query_block, int tile) { add(tile, task.q.length - query_block * Shape::kBlockM); });
+    const int lone_end = task.template lone_end<Shape>();
+    task.for_each_step([&](uint32_t, int, int query_block, int tile) {
+      add(tile, Shape::kStoresLone && query_block < lone_end ? 0 : task.q.length - query_block * Shape::kBlockM);
+    });
     if (elected) {
       pass_turn();
       if (task.q.length > 0) {  // for has_ended()
@@ -208,15 +220,37 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   };
   // PERF: in a register; found in every step anew, from threadIdx, d 64 is 1 to 4 % slower, d 128 1. TUNING.md, "Who adds to dQ".
   const uint32_t dq_place = hidden(Shape::dq_place(0, thread) * 4);
-  const auto store_dq = [&](float (&dq)[8][4], uint32_t step) {
+  const int lone_end = task.template lone_end<Shape>();
+  // dQ of a lone query block, to its rows.
+  const auto store_lone = [&](float (&dq)[8][4], const BackwardTask::Step& at) {
+    const int row = at.query_block * kBlockM + (Shape::kDqByRows ? consumer * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
+    const int column = Shape::kDqByRows ? 0 : consumer * 64;
+    T* rows = token_pointer<T>(params.dq, task.batch, task.part * task.heads + at.head, task.q.start + row) + column;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) (&dq[0][0])[i] *= params.forward.softmax_scale;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_row(dq, half, rows + half * 8 * params.dq.token_stride, row + half * 8 < task.q.length, params.forward.head_dim - column);
+  };
+  // at: `back` steps behind this one.
+  const auto store_dq = [&](float (&dq)[8][4], uint32_t step, BackwardTask::Step at, int back) {
     const uint32_t stage = dq_stage<Shape>(arguments, step);
     wgmma_use<32>(&dq[0][0]);
     if constexpr (Shape::kDqStages > 1)
       mbarrier_wait(shared.dq_empty(consumer, stage), (step >> (arguments.dq_stages - 1) & 1) ^ 1);
     else
       named_barrier_sync(dq_empty(consumer), kDqThreads);
+    bool lone = false;
+    if (Shape::kStoresLone && lone_end > 0) {
+      for (int i = 0; i < back; ++i) task.retreat(at);
+      lone = at.query_block < lone_end;
+    }
+    if (lone) {
+      store_lone(dq, at);
+    } else {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + dq_place + Shape::dq_place(n, 0) * 4, dq[n]);
+      for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + dq_place + Shape::dq_place(n, 0) * 4, dq[n]);
+    }
     async_proxy_fence();
     named_barrier_arrive(dq_full(consumer, stage), kDqThreads);
   };
@@ -298,7 +332,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     if constexpr (kScoresEarly) issue_s(p, step + 1);
     if constexpr (!kFirst) {
       wgmma_wait<kScoresEarly ? 2 : 1>();
-      store_dq(dq, step - 1);
+      store_dq(dq, step - 1, at, 2);
     }
     if constexpr (!kScoresEarly) {
       issue_s(p, step + 1);
@@ -337,7 +371,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       issue_dq(dq, step - 1);
       issue_dk(step);
       wgmma_wait<1>();
-      store_dq(dq, step - 1);
+      store_dq(dq, step - 1, at, 2);
     } else {
       issue_dk(step);
     }
@@ -346,7 +380,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     wgmma_wait<0>();
     mbarrier_arrive(shared.keys_empty());
     mbarrier_arrive(shared.empty(step % kStages));
-    store_dq(dq, step++);
+    store_dq(dq, step++, at, 1);
     wgmma_use<kHeadDim / 2>(&dk[0][0]);
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
   }

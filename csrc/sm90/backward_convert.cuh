@@ -12,6 +12,7 @@ struct ConvertArguments {
   KeyGradientShares shares;
   int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
   int early_blocks;  // the first of these, by QueryBlock: probably no task will add to them when the last tasks still run
+  bool stores_lone;  // the main kernel has stored dQ of lone query blocks
   bool asks;         // which thread blocks ask (has_ended, is_complete) that begin before all tasks have ended
 };
 
@@ -39,6 +40,10 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
+  if (arguments.stores_lone) {
+    const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+    if (Mask(forward, batch, seq, k).is_lone(at.number, Shape::kBlockN, kBlockM)) return;
+  }
 
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);

@@ -74,6 +74,14 @@ int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocess
   return std::min(kMost, static_cast<int>(std::lround(kRoundingTime * multiprocessors / key_blocks)));
 }
 
+// Whether so many query blocks see the first key block alone that the kernel with code for them pays (StoresLone).
+// PERF: causal, at 256, 384, 512 d 64 157 206 258 -> 164 209 256, d 128 167 225 287 -> 182 234 295. TUNING.md, "dQ of one task".
+template <typename Shape>
+bool has_many_lone(const HfFlash2BackwardParams& params) {
+  constexpr int kShort = Shape::kHeadDim > 64 ? 512 : 384, kShortPadded = Shape::kHeadDim > 64 ? 2048 : 1024;
+  return is_triangular(params.forward) && params.forward.max_seqlen_k <= (may_have_gaps(params) ? kShortPadded : kShort);
+}
+
 // Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
 // heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
 // stored to a tile first waits behind zeros.
@@ -230,6 +238,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
 
+  const bool stores_lone = may_round && has_many_lone<Shape>(params);
   arguments.dq_stages = choose_dq_stages<Shape>(params, plan.splits);
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
@@ -255,22 +264,27 @@ void launch_backward(HfFlash2BackwardParams params) {
   auto* compute =
       params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
   if constexpr (Shape::kHeadDim <= 128) {
-    if (may_round) compute = launch<backward_kernel<Rounds<Shape>, T>, BackwardArguments, Shape::kCluster>;
+    if (stores_lone)
+      compute = launch<backward_kernel<StoresLone<Rounds<Shape>>, T>, BackwardArguments, Shape::kCluster>;
+    else if (may_round)
+      compute = launch<backward_kernel<Rounds<Shape>, T>, BackwardArguments, Shape::kCluster>;
   }
   compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
           BackwardShared<Shape>::kMostBytes, false);
   if constexpr (Shape::kHeadDim <= 128) {
-    if (rounding > 0)
-      return launch<round_rest_kernel<Shape, T>>(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)),
-                                                 Shape::kThreads, RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream,
-                                                 "attention backward, sm90, round", start);
+    if (rounding > 0) {
+      auto* round = stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>
+                                : launch<round_rest_kernel<Shape, T>, BackwardArguments>;
+      return round(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)), Shape::kThreads,
+                   RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
+    }
   }
   const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
   const int early_heads = asks ? count_early_heads(arguments.scheduler, computing, arguments.counts_units() ? parts : 1) : 0;
   const int early_blocks = static_cast<int>(query_blocks / std::max(1, arguments.scheduler.heads) * early_heads);
-  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, asks};
+  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, stores_lone, asks};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
 }

@@ -82,7 +82,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kColumnParts = kTaskHeadDim > 256 ? kCluster : 1, kTaskBlocks = kCluster / kColumnParts;
   static constexpr int kTaskKeys = kBlockN * kTaskBlocks;
   static constexpr int kHeadDim = kTaskHeadDim / kColumnParts, kHeadDimV = kTaskHeadDimV / kColumnParts;
-  static constexpr bool kCapped = false, kDropout = false;
+  static constexpr bool kCapped = false, kDropout = false, kStoresLone = false;
   // Dropout: bits are drawn while S is under way. PERF: d 64 8 to 9 %, d 128 2, d 192 3; d 96 and 256 2 to 3 % slower. TUNING.md, "Dropout".
   static constexpr bool kDrawsEarly = kHeadDim % 64 == 0 && kHeadDim < 256;
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128, kThreads = kConsumerThreads + 128;
@@ -230,6 +230,19 @@ struct BackwardTask {
   __device__ __forceinline__ bool advance(Step& at) const {
     if (++at.query_block == query_block_end) at.query_block = query_block_begin;
     return at.query_block != query_block_first || ++at.head < heads;
+  }
+
+  // Goes back to the one before.
+  __device__ __forceinline__ void retreat(Step& at) const {
+    if (at.query_block == query_block_first) --at.head;
+    if (at.query_block == query_block_begin) at.query_block = query_block_end;
+    --at.query_block;
+  }
+
+  // No other task comes to dQ of the query blocks before this one (Mask::is_lone).
+  template <typename Shape>
+  __device__ __forceinline__ int lone_end() const {
+    return Shape::kStoresLone && key_block == 0 ? mask.lone_query_block_end(Shape::kBlockN, Shape::kBlockM) : 0;
   }
 
   // Calls f(step, head, query_block, tile) for all of them; tile is its number in the Workspace. Steps are counted from `step` on. Returns the

@@ -18,8 +18,8 @@ struct RoundingSizes {
 // A chunk, and whether to round it.
 template <typename T>
 struct RoundingChunk {
-  bool here, done;       // it has queries and columns, and nobody has rounded it; no key block will add to it any more
-  bool written;          // or no key has been seen: then it is zero, and nothing was stored
+  bool here, done;  // it has queries and columns, and neither a task nor one of these has rounded it; no key block will add to it any more
+  bool written;     // or no key has been seen: then it is zero, and nothing was stored
   int queries, columns;  // from its first on, which rows points to
   T* rows;
   const float* sums;
@@ -39,6 +39,10 @@ struct RoundingChunk {
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, at.batch, forward.max_seqlen_q);
     found.queries = q.length - first_query, found.columns = forward.head_dim - first_column;
     found.here = found.queries > 0 && found.columns > 0, found.done = true;
+    if constexpr (Shape::kStoresLone) {
+      const Sequence k = find_sequence(forward.sequences_k, forward.batch, at.batch, forward.max_seqlen_k);
+      found.here &= !Mask(forward, at.batch, q, k).is_lone(at.number, Shape::kBlockN, Shape::kBlockM);
+    }
     if (!found.here) return found;
 
     if constexpr (kBeside) {
