@@ -38,7 +38,7 @@ struct Rounds : Shape {
 };
 
 // Where only the first key block comes to a query block, that task has all of its dQ, which the consumers round and store: no kernel need do so
-// later. PERF: where these blocks are many, 3 to 10 %; a kernel of its own, as for others the loop is 1 to 2 % slower. TUNING.md, "dQ of one
+// later. PERF: where these blocks are many, 1 to 10 %; a kernel of its own, as for others the loop is 1 to 2 % slower. TUNING.md, "dQ of one
 // task".
 template <typename Shape>
 struct StoresLone : Shape {
