@@ -40,10 +40,7 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int row_begin = at.number * kBlockM, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (row_begin >= seq.length) return;
-  if (arguments.stores_lone) {
-    const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
-    if (Mask(forward, batch, seq, k).is_lone(at.number, Shape::kBlockN, kBlockM)) return;
-  }
+  if (arguments.stores_lone && is_stored_by_task<Shape>(forward, batch, seq, at.number)) return;
 
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);

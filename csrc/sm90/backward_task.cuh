@@ -140,6 +140,13 @@ __device__ __forceinline__ bool has_ended(const HfFlash2BackwardParams& params, 
   return semaphore_read(workspace.semaphore(first_tile, 1)) >= (keys + Shape::kBlockN - 1) / Shape::kBlockN;
 }
 
+// Whether the task of the first key block has stored dQ of a query block of `q`, as no other comes to it (StoresLone).
+template <typename Shape>
+__device__ __forceinline__ bool is_stored_by_task(const HfFlash2ForwardParams& forward, int batch, const Sequence& q, int query_block) {
+  const Sequence k = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
+  return Mask(forward, batch, q, k).is_lone(query_block, Shape::kBlockN, Shape::kBlockM);
+}
+
 // A key block of a key head, and the query blocks that see it, of all query heads that share the key head or of a split of them.
 struct BackwardTask {
   int batch, part, key_block, heads;  // part: which split of which key head (KeyGradientShares); heads: query heads of a part

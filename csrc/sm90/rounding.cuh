@@ -39,10 +39,7 @@ struct RoundingChunk {
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, at.batch, forward.max_seqlen_q);
     found.queries = q.length - first_query, found.columns = forward.head_dim - first_column;
     found.here = found.queries > 0 && found.columns > 0, found.done = true;
-    if constexpr (Shape::kStoresLone) {
-      const Sequence k = find_sequence(forward.sequences_k, forward.batch, at.batch, forward.max_seqlen_k);
-      found.here &= !Mask(forward, at.batch, q, k).is_lone(at.number, Shape::kBlockN, Shape::kBlockM);
-    }
+    if constexpr (Shape::kStoresLone) found.here &= !is_stored_by_task<Shape>(forward, at.batch, q, at.number);
     if (!found.here) return found;
 
     if constexpr (kBeside) {
