@@ -36,6 +36,7 @@ FAULTS = {
     "no read wait": "ends before a bulk copy has read its shared memory",
     "no product barrier": r"a race: warp \d reads shared address 0x\w+, which warp \d wrote, with no barrier between",
     "untold reload": r"a race: warp 0 writes shared address 0x\w+, which warp 3 reads, with no barrier between|read while a copy into it",
+    "all outside": "a box all outside a tensor that begins before its data",
 }
 
 

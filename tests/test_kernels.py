@@ -641,6 +641,27 @@ def test_more_sequences_than_a_grid_dimension_holds(family, device):
     assert torch.equal(dv, dout)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", ((64, 64), (128, 64), (192, 128), (192, 192), (256, 128), (256, 256)), ids=str)
+@pytest.mark.parametrize("causal", (False, True))
+def test_nothing_before_a_large_tensor_is_read(head_dims, causal, family, device):
+    """The tensor maps of sequences begin as far before their data as that is long. Sequences of an odd number of key blocks in a packed
+    batch, too large to lie behind something else, have the gradients that they have alone."""
+    torch.cuda.empty_cache()
+    lengths, heads = (78, 8000, 300, 1100, 640, 100), 32
+    cu_seqlens = torch.tensor((0, *lengths), device=device).cumsum(0).int()
+    inner = [torch.randn(sum(lengths), heads, head_dims[i], device=device, dtype=torch.bfloat16) for i in (0, 0, 1, 1)]
+    q, k, v, dout = (x.requires_grad_() for x in inner)
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=causal)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    for begin, length in zip(cu_seqlens.tolist(), lengths, strict=False):
+        alone = [x[None, begin : begin + length].detach().requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(flash_attn_func(*alone, causal=causal), alone, dout[None, begin : begin + length])
+        for actual, of_sequence in zip(gradients, expected, strict=True):
+            difference = actual[begin : begin + length].double() - of_sequence[0].double()
+            assert difference.norm() < 0.004 * of_sequence.double().norm()
+
+
 @pytest.mark.big_memory
 @pytest.mark.parametrize("form", ("dense", "packed", "strided"))
 def test_offsets_beyond_2_to_the_31(form, family, device):

@@ -24,6 +24,15 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
                  : "memory");
 }
 
+// The same of a 5-D map.
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
+                                         int v) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
+                   destination),
+               "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+               : "memory");
+}
+
 // Copies a tile from shared memory to the box at these coordinates. What lies outside the tensor is not written. Joins the group that
 // bulk_commit() closes.
 template <bool kStreams = false>

@@ -325,7 +325,6 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
     constexpr bool kFirst = decltype(is_first)::value, kScoresEarly = kHeadDim < 128;
     Scores p;
     float dq[8][4];
-    clear_queries(shared, task, step + 1, at.query_block);
     named_barrier_sync(consumer_turn(consumer), Shape::kConsumerThreads);
     if constexpr (!kFirst) issue_dq(dq, step - 1);
     issue_dk(step);
@@ -348,9 +347,8 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
 
   uint32_t step = first_step;
   if (task.has_steps()) {
-    wait_for_keys(shared, task, keys_parity);
+    mbarrier_wait(shared.keys_full(), keys_parity);
     BackwardTask::Step at = task.first();
-    clear_queries(shared, task, step, at.query_block);
     // On a diagonal, no query of the first block may see the second consumer's keys: the tensor cores are left to the other.
     // PERF: d 128 causal 0 to 1 %; with the condition written for both consumers, full 1 to 2 % slower. TUNING.md, "The loop".
     const bool unseen = consumer == 1 && kBlockM < Shape::kBlockN &&

@@ -220,10 +220,14 @@ void launch_backward(HfFlash2BackwardParams params) {
   params.deterministic = plan.in_order;
 
   BackwardArguments arguments;
-  arguments.q = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
-  arguments.dout = make_tensor_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, Shape::kBlockM);
-  arguments.k = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
-  arguments.v = make_tensor_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, Shape::kBlockN);
+  arguments.q = make_sequence_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
+  arguments.dout = make_sequence_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, Shape::kBlockM);
+  arguments.k = make_sequence_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
+  arguments.v = make_sequence_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, Shape::kBlockN);
+  arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
+  arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
+  arguments.map_rows_q = rows_q.tokens, arguments.map_rows_k = rows_k.tokens;
+  arguments.delta = Workspace(params, Shape::kBlockM, Shape::kDqColumns).delta;
   arguments.params = params;
   arguments.cap = ScoreCap::of(forward);
   arguments.dropout = DropoutRate::of(forward.dropout_p);

@@ -128,42 +128,58 @@ struct Loader {
   uint32_t step = 0, key_blocks = 0;  // loaded so far: query blocks, and key blocks that some query sees
 
   __device__ __forceinline__ void load(const BackwardTask& task) {
-    const Workspace workspace(arguments.params, kBlockM, Shape::kDqColumns);
-    const int map_batch = arguments.params.forward.sequences_q.cu_seqlens != nullptr ? 0 : task.batch, first_panel = Shape::first_panel();
-    const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, uint32_t full, int token,
-                                 int head, int first) {
-#pragma unroll
-      for (int panel = 0; panel < panels; ++panel)
-        tma_load(tile + panel * panel_bytes, map, full, (first + panel) * 64, token, head, map_batch);
+    constexpr int kUnroll = Shape::kCluster > 1 ? 1 : 4;
+    const HfFlash2ForwardParams& params = arguments.params.forward;
+    const int map_batch = params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch, first_panel = Shape::first_panel();
+    // `map_rows` are those of both maps. Zeros where the first map has no box, as all of it would be outside: behind the sequence, as of a cluster
+    // a key block may be, or behind the columns of a head.
+    const auto load_panels = [&](uint32_t tile, int panels, uint32_t panel_bytes, const CUtensorMap* map, const CUtensorMap* zeros,
+                                 int map_rows, uint32_t full, int row, int end, int head, int first, int columns) {
+#pragma unroll kUnroll
+      for (int panel = 0; panel < panels; ++panel) {
+        const int column = (first + panel) * 64;
+        if ((Shape::kTaskBlocks == 1 || row < map_rows) && (column == 0 || column < columns))
+          tma_load(tile + panel * panel_bytes, map, full, column, row, end, head, map_batch);
+        else
+          tma_load(tile + panel * panel_bytes, zeros, full, 0, map_rows, 0, 0);
+      }
     };
+    // The task is read again from where the others find it, as it takes more registers than the loader has.
     const auto load_keys = [&] {
-      const int token = task.k.start + task.key_block * Shape::kBlockN, head = arguments.shares.splits.quotient(task.part);
+      const BackwardTask task = BackwardTask::load(shared.task(), params);
+      const int head = arguments.shares.splits.quotient(task.part), end = task.k.start + task.k.length;
+      const auto load_block = [&](uint32_t tile, int panels, const CUtensorMap* map, int key_block, int first, int columns) {
+        const int row = arguments.map_rows_k - task.k.length + key_block * Shape::kBlockN;
+        load_panels(tile, panels, Shape::kKeyPanelBytes, map, &arguments.zero_keys, arguments.map_rows_k, shared.keys_full(), row, end,
+                    head, first, columns);
+      };
       if (key_blocks > 0) mbarrier_wait(shared.keys_empty(), (key_blocks - 1) & 1);
       mbarrier_arrive_expect(shared.keys_full(), Shape::kKeyBytes + Shape::kValueBytes + Shape::kPeerKeyBytes);
-      load_panels(shared.k(), Shape::kPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), token, head, first_panel);
-      load_panels(shared.v(), Shape::kValuePanels, Shape::kKeyPanelBytes, &arguments.v, shared.keys_full(), token, head, first_panel);
-      if constexpr (Shape::kPeerPanels > 0) {
-        const int peer_token = task.k.start + (task.key_block ^ 1) * Shape::kBlockN;
-        load_panels(shared.peer_k(), Shape::kPeerPanels, Shape::kKeyPanelBytes, &arguments.k, shared.keys_full(), peer_token, head,
-                    Shape::first_peer_panel(cluster_rank()));
-      }
+      load_block(shared.k(), Shape::kPanels, &arguments.k, task.key_block, first_panel, params.head_dim);
+      load_block(shared.v(), Shape::kValuePanels, &arguments.v, task.key_block, first_panel, params.head_dim_v);
+      if constexpr (Shape::kPeerPanels > 0)
+        load_block(shared.peer_k(), Shape::kPeerPanels, &arguments.k, task.key_block ^ 1, Shape::first_peer_panel(cluster_rank()),
+                   params.head_dim);
     };
 
     const uint32_t first_step = step;
     step = task.for_each_step(
         [&](uint32_t step, int head, int query_block, int tile) {
           const uint32_t stage = step % kStages, released = (step / kStages & 1) ^ 1;
-          const int token = task.q.start + query_block * kBlockM;
-          const float* rows = workspace.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
+          const Sequence q = BackwardTask::load_queries(shared.task());
+          const int row = arguments.map_rows_q - q.length + query_block * kBlockM, end = q.start + q.length;
+          const float* rows = arguments.delta + static_cast<int64_t>(tile) * (kBlockM * 2);
+          const auto load_queries = [&](uint32_t tile, int panels, const CUtensorMap* map, uint32_t full, int columns) {
+            load_panels(tile, panels, Shape::kQueryPanelBytes, map, &arguments.zero_queries, arguments.map_rows_q, full, row, end, head,
+                        first_panel, columns);
+          };
           mbarrier_wait(shared.empty(stage), released);
           mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
-          load_panels(shared.q(stage), Shape::kPanels, Shape::kQueryPanelBytes, &arguments.q, shared.q_full(stage), token, head,
-                      first_panel);
+          load_queries(shared.q(stage), Shape::kPanels, &arguments.q, shared.q_full(stage), params.head_dim);
           const auto load_dout = [&] {
             const uint32_t dout_full = shared.dout_full(step % kDoutStages);
             mbarrier_arrive_expect(dout_full, Shape::kDoutBytes + Shape::kRowBytes);
-            load_panels(shared.dout(step % kDoutStages), Shape::kValuePanels, Shape::kQueryPanelBytes, &arguments.dout, dout_full, token,
-                        head, first_panel);
+            load_queries(shared.dout(step % kDoutStages), Shape::kValuePanels, &arguments.dout, dout_full, params.head_dim_v);
           };
           if constexpr (kDoutStages == kStages) load_dout();
           if (step == first_step) load_keys();  // PERF: a stage of the ring is free a step before K and V are

@@ -6,17 +6,10 @@
 #pragma once
 #include "attention/softcap.cuh"
 #include "sm90/backward_load.cuh"
-#include "sm90/clear_rows.cuh"
 #include "sm90/store.cuh"
 #include "wgmma.cuh"
 
 namespace hf_flash2::sm90 {
-
-// All consumers wait for each other.
-template <typename Shape>
-__device__ __forceinline__ void consumers_meet() {
-  named_barrier_sync(1, Shape::kConsumerThreads);
-}
 
 // Capped scores: a kernel of their own, which leaves the code of the other as it is.
 template <typename Shape>
@@ -29,35 +22,6 @@ template <typename Shape>
 struct Dropping : Shape {
   static constexpr bool kDropout = true;
 };
-
-// By all consumers: K and V have landed, and their rows behind the sequence are zero.
-template <typename Shape>
-__device__ __forceinline__ void wait_for_keys(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t parity) {
-  mbarrier_wait(shared.keys_full(), parity);
-  const int rows = task.k.length - task.key_block * Shape::kBlockN;
-  const int peer_rows = Shape::kTaskBlocks > 1 ? task.k.length - (task.key_block ^ 1) * Shape::kBlockN : Shape::kBlockN;
-  if (rows >= Shape::kBlockN && peer_rows >= Shape::kBlockN) return;
-  if constexpr (Shape::kTaskBlocks > 1) clear_rows<Shape::kBlockN, Shape::kPeerPanels, Shape::kConsumerThreads>(shared.peer_k(), peer_rows);
-  clear_rows<Shape::kBlockN, Shape::kPanels, Shape::kConsumerThreads>(shared.k(), rows);
-  clear_rows<Shape::kBlockN, Shape::kValuePanels, Shape::kConsumerThreads>(shared.v(), rows);
-  async_proxy_fence();
-  consumers_meet<Shape>();
-}
-
-// By all consumers: where a query block reaches behind the sequence, its rows there are zero.
-template <typename Shape>
-__device__ __forceinline__ void clear_queries(const BackwardShared<Shape>& shared, const BackwardTask& task, uint32_t step,
-                                              int query_block) {
-  const int rows = task.q.length - query_block * Shape::kBlockM;
-  if (rows >= Shape::kBlockM) return;
-  const uint32_t stage = step % Shape::kStages, dout_stage = step % Shape::kDoutStages;
-  mbarrier_wait(shared.q_full(stage), step / Shape::kStages & 1);
-  mbarrier_wait(shared.dout_full(dout_stage), step / Shape::kDoutStages & 1);
-  clear_rows<Shape::kBlockM, Shape::kPanels, Shape::kConsumerThreads, 1>(shared.q(stage), rows);
-  clear_rows<Shape::kBlockM, Shape::kValuePanels, Shape::kConsumerThreads, 1>(shared.dout(dout_stage), rows);
-  async_proxy_fence();
-  consumers_meet<Shape>();
-}
 
 // x, as a value that the compiler knows nothing about. PERF: what depends on it is computed where it is used; else, in a loop over tasks, the
 // descriptors of every step are computed ahead and spilled.

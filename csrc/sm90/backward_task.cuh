@@ -36,7 +36,10 @@ struct KeyGradientShares {
 };
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, dout;  // boxes of 64 columns x one tile of rows
+  CUtensorMap q, k, v, dout;            // make_sequence_map()
+  CUtensorMap zero_queries, zero_keys;  // make_tensor_map(), for boxes behind the last token
+  int map_rows_q, map_rows_k;           // Rows::tokens of the maps
+  const float* delta;                   // of the Workspace
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
   KeyGradientShares shares;
@@ -209,6 +212,10 @@ struct BackwardTask {
     const Sequence q{i(b.x), i(b.y)}, k{i(b.z), i(b.w)};
     return {i(a.x), i(a.y), i(a.z), i(d.z), q,      k,      Mask(params, i(a.x), q, k, a.w != 0),
             i(c.x), i(c.y), i(c.z), i(d.x), i(d.y), i(c.w), i(d.w)};
+  }
+  static __device__ __forceinline__ Sequence load_queries(uint32_t address) {
+    const uint4 x = load_shared_uint4(address + 16);
+    return {static_cast<int>(x.x), static_cast<int>(x.y)};
   }
   // There are no more.
   static __device__ __forceinline__ void store_none(uint32_t address) {

@@ -207,14 +207,13 @@ template <typename Shape, typename T, int kConsumer, typename F>
 __device__ __forceinline__ void for_each_wide_step(const HfFlash2BackwardParams& params, const BackwardShared<Shape>& shared,
                                                    const BackwardTask& task, uint32_t& step, uint32_t keys_parity, const F& f) {
   if (!task.has_steps()) return;
-  wait_for_keys(shared, task, keys_parity);
+  mbarrier_wait(shared.keys_full(), keys_parity);
   const DqPlace place = DqPlace::make<Shape, kConsumer>(shared);
   BackwardTask::Step at = task.first();
   int last_tile = 0;
   bool first = false;  // deterministic mode: it was the first key block there
   const auto advance = [&](auto is_first) {
     const int tile = task.first_tile + at.head * task.head_tiles + at.query_block;
-    clear_queries(shared, task, step, at.query_block);
     f(step, at);
     finish_step<Shape, T, kConsumer, decltype(is_first)::value>(params, shared, place, step++, last_tile, first);
     last_tile = tile;

@@ -45,24 +45,26 @@ struct TensorMapDimension {
   int box;         // of these, in one copy
 };
 
-// Map over head_dim and three more dimensions, the innermost first, whose box is 64 columns of the rows that the others make, with the
-// 128-byte swizzle of panel_descriptor().
+// Map over head_dim and more dimensions, the innermost first, whose box is 64 columns of the rows that the others make, with the 128-byte swizzle
+// of panel_descriptor().
 // A miss brings 128 bytes to L2, a row of the box. PERF: in place of 256, which memory's limit does not bear: copies alone read 4,490 GB/s of an
 // H200's memory with 128, 4,190 with 256. TUNING.md, "Brief calls".
-inline CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const TensorMapDimension (&dimensions)[3]) {
-  cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_dim)}, strides[3];
-  cuuint32_t box[4] = {64}, steps[4] = {1, 1, 1, 1};
-  for (int i = 0; i < 3; ++i) {
+template <int kMore>
+CUtensorMap encode_tensor_map(void* data, int dtype, int head_dim, const TensorMapDimension (&dimensions)[kMore]) {
+  cuuint64_t sizes[kMore + 1] = {static_cast<cuuint64_t>(head_dim)}, strides[kMore];
+  cuuint32_t box[kMore + 1] = {64}, steps[kMore + 1] = {1};
+  for (int i = 0; i < kMore; ++i) {
     const TensorMapDimension& dimension = dimensions[i];
     sizes[i + 1] = dimension.size;
     // A dimension of one element is never stepped along; TMA still wants a stride that is a positive multiple of 16 bytes.
     strides[i] = dimension.size == 1 || dimension.stride == 0 ? 16 : dimension.stride * 2;
-    box[i + 1] = dimension.box;
+    box[i + 1] = dimension.box, steps[i + 1] = 1;
   }
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data, sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      tensor_map_encoder()(&map, dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kMore + 1, data,
+                           sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) fail_launch(kErrorCuda, "making a tensor map: driver error ", result);
   return map;
 }
@@ -72,6 +74,23 @@ inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int 
   return encode_tensor_map(
       tensor.data, dtype, head_dim,
       {{rows.tokens, tensor.token_stride, tile_rows}, {heads, tensor.head_stride, 1}, {rows.batch, tensor.batch_stride, 1}});
+}
+
+// Tiles of `tile_rows` tokens of one head that end with their sequence: what lies behind it, another sequence or padding, arrives as zeros, as
+// NaN and infinities there would survive a multiplication with probability 0. Two dimensions step from token to token. The rows of one are
+// limited and counted from the end: row rows.tokens - n is n tokens before the end of the sequence. The other says where that end is. So
+// the tensor begins rows.tokens before its data, where nothing is read; but TMA reads there if a box is all outside: none may be.
+// Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
+// of batches to 512, 2k, 4k, filled to 30 %, d 64 8 4 4 %, d 128 5 2 1. TUNING.md, "Rows behind a sequence".
+inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows) {
+  constexpr int kSmallestStride = 8;  // of one token, which need have none
+  const int64_t stride = rows.tokens == 1 ? kSmallestStride : tensor.token_stride;
+  void* const begin = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor.data) - static_cast<uintptr_t>(rows.tokens * stride * 2));
+  return encode_tensor_map(begin, dtype, head_dim,
+                           {{rows.tokens, stride, tile_rows},
+                            {rows.tokens + 1, stride, 1},
+                            {heads, tensor.head_stride, 1},
+                            {rows.batch, tensor.batch_stride, 1}});
 }
 
 // Tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).

@@ -42,11 +42,12 @@ enum Fault {
   kNoReadWait,        // a thread ends while the copy engine still has to read its shared memory
   kNoProductBarrier,  // wgmma reads what other warps have stored, and no barrier says that they have
   kUntoldReload,      // B is loaded anew when one warp is done with it, and no barrier says that another is
+  kAllOutside,        // a box of a tensor that begins before its data, and none of the box is inside
   kFaults
 };
 
 struct Arguments {
-  CUtensorMap b;
+  CUtensorMap b, b_of_sequence;
   const __nv_bfloat16* a;
   float* out;
   Fault fault;
@@ -78,7 +79,11 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   __syncthreads();
   const auto load_b = [&](uint32_t bytes) {
     mbarrier_arrive_expect(b_full, bytes);
-    tma_load(sB, &arguments.b, b_full, 0, 0, 0, 0);
+    const bool outside = fault == kAllOutside;
+    if (outside || fault == kNone)
+      tma_load(sB, &arguments.b_of_sequence, b_full, 0, outside ? 64 : 0, 64, 0, 0);
+    else
+      tma_load(sB, &arguments.b, b_full, 0, 0, 0, 0);
   };
   if (thread == 0) load_b(fault == kWrongByteCount ? kTileBytes + 16 : kTileBytes);
   if (thread == 0 && fault == kTooManyArrivals) mbarrier_arrive(b_full), mbarrier_arrive(b_full);
@@ -152,6 +157,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_with_fault(int
   try {
     Arguments arguments;
     arguments.b = sm90::make_tensor_map({b, 0, 64, 64}, kBFloat16, 64, {64, 1}, 1, 64);
+    arguments.b_of_sequence = sm90::make_sequence_map({b, 0, 64, 64}, kBFloat16, 64, {64, 1}, 1, 64);
     arguments.a = static_cast<const __nv_bfloat16*>(a);
     arguments.out = out;
     arguments.fault = static_cast<Fault>(fault);

@@ -114,6 +114,16 @@ void for_box(const TensorMap& map, const Copy& copy, const F& f) {
   } while (true);
 }
 
+// Two dimensions with one stride: the tensor begins before its data (csrc/sm90/tensor_map.h).
+bool begins_before_its_data(const TensorMap& map) {
+  for (int i = 1; i < map.rank; ++i) {
+    for (int j = 1; j < i; ++j) {
+      if (map.strides[i] == map.strides[j] && map.sizes[i] > 1 && map.sizes[j] > 1) return true;
+    }
+  }
+  return false;
+}
+
 Copy tensor_copy(Copy::Kind kind, uint32_t shared, const void* pointer, uint32_t mbarrier, const int* coordinates, int rank) {
   const TensorMap& map = map_of(pointer, rank);
   Copy copy{kind, shared, pointer, map.box_bytes(), 0, mbarrier, {}, {}};
@@ -287,6 +297,10 @@ void cp_async_wait(int pending) { finish_groups(*self().block, self().copy_group
 void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const int* coordinates, int rank) {
   Block& block = *self().block;
   Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
+  bool is_inside = false;
+  for_box(map_of(map, rank), copy, [&](uint32_t, const void* element) { is_inside = is_inside || element != nullptr; });
+  if (!is_inside && begins_before_its_data(map_of(map, rank)))
+    fail("a tensor copy of a box all outside a tensor that begins before its data: the first byte of the tensor is read");
   start_filling(block, destination, copy.bytes, 128);
   copy.moment = now();
   tensor_bytes += copy.bytes;
