@@ -176,6 +176,9 @@ struct Loader {
           mbarrier_wait(shared.empty(stage), released);
           mbarrier_arrive_expect(shared.q_full(stage), Shape::kQueryBytes + Shape::kRowBytes);
           load_queries(shared.q(stage), Shape::kPanels, &arguments.q, shared.q_full(stage), params.head_dim);
+          // PERF: before dO, which it would wait behind, or for, and with it S: d 64 1 to 3 %, d 256 3 to 6. TUNING.md, "The loop".
+          const auto load_lse = [&] { bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage)); };
+          if (step > 0) load_lse();
           const auto load_dout = [&] {
             const uint32_t dout_full = shared.dout_full(step % kDoutStages);
             mbarrier_arrive_expect(dout_full, Shape::kDoutBytes + Shape::kRowBytes);
@@ -190,8 +193,8 @@ struct Loader {
           if (step == 0) {
             wait_for_kernel_before();
             bulk_global_fence();  // it wrote lse and delta by ordinary stores
+            load_lse();
           }
-          bulk_load(shared.lse_log2(stage), rows + kBlockM, Shape::kRowBytes, shared.q_full(stage));
           bulk_load(shared.delta(step % kDoutStages), rows, Shape::kRowBytes, shared.dout_full(step % kDoutStages));
         },
         step);
