@@ -297,10 +297,11 @@ void cp_async_wait(int pending) { finish_groups(*self().block, self().copy_group
 void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const int* coordinates, int rank) {
   Block& block = *self().block;
   Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
-  bool is_inside = false;
-  for_box(map_of(map, rank), copy, [&](uint32_t, const void* element) { is_inside = is_inside || element != nullptr; });
-  if (!is_inside && begins_before_its_data(map_of(map, rank)))
-    fail("a tensor copy of a box all outside a tensor that begins before its data");
+  if (const TensorMap& tensor = map_of(map, rank); begins_before_its_data(tensor)) {
+    bool is_inside = false;
+    for_box(tensor, copy, [&](uint32_t, const void* element) { is_inside = is_inside || element != nullptr; });
+    if (!is_inside) fail("a tensor copy of a box all outside a tensor that begins before its data");
+  }
   start_filling(block, destination, copy.bytes, 128);
   copy.moment = now();
   tensor_bytes += copy.bytes;
