@@ -10,6 +10,11 @@ struct Sequence {
   int length;  // tokens
 };
 
+// Whether sequences have lengths of their own, which only the device knows.
+__host__ __device__ __forceinline__ bool have_lengths(const HfFlash2Sequences& sequences) {
+  return sequences.cu_seqlens != nullptr || sequences.ranges != nullptr;
+}
+
 __device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& sequences, int batch_size, int batch, int max_seqlen) {
   if (sequences.cu_seqlens != nullptr) {
     const int start = sequences.cu_seqlens[batch];

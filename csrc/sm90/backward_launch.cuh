@@ -106,8 +106,9 @@ int choose_splits_in_order(const HfFlash2ForwardParams& params) {
   const int group = params.heads_q / params.heads_k, clusters = multiprocessors(params.device) / Shape::kCluster;
   // And for long heads of 256 with all keys, however many. PERF: at 8k and 16k 554 551 -> 579 588.
   constexpr int kLongFull = 8192;
-  const bool dense = params.sequences_k.cu_seqlens == nullptr && params.sequences_k.ranges == nullptr;
-  if (Shape::kHeadDim == 256 && full && dense && group == 1 && std::min(params.max_seqlen_q, params.max_seqlen_k) >= kLongFull) return 1;
+  if (Shape::kHeadDim == 256 && full && group == 1 && !have_lengths(params.sequences_k) &&
+      std::min(params.max_seqlen_q, params.max_seqlen_k) >= kLongFull)
+    return 1;
   const int seqlen = std::max(params.max_seqlen_q, params.max_seqlen_k), most_heads = seqlen <= 512 ? 4 : 2;  // a task
   for (int splits = 1; splits == 1 || splits < group; ++splits) {
     if (group % splits != 0 || group / splits > most_heads) continue;

@@ -39,7 +39,7 @@ struct BackwardArguments {
   CUtensorMap q, k, v, dout;            // make_sequence_map()
   CUtensorMap zero_queries, zero_keys;  // make_tensor_map(), for boxes behind the last token
   int map_rows_q, map_rows_k;           // Rows::tokens of the maps
-  const float* delta;                   // of the Workspace
+  const float* delta;                   // of the Workspace: to find it there takes registers that the loader has not
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
   KeyGradientShares shares;
@@ -54,9 +54,7 @@ struct BackwardArguments {
   // Key heads, or splits of their groups: a task has a key block of one.
   __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(shares.splits.divisor); }
   // Only the device knows which of the scheduler's units there are.
-  __host__ __device__ __forceinline__ bool counts_units() const {
-    return params.forward.sequences_k.cu_seqlens != nullptr || params.forward.sequences_k.ranges != nullptr;
-  }
+  __host__ __device__ __forceinline__ bool counts_units() const { return have_lengths(params.forward.sequences_k); }
   template <typename Shape>
   __device__ __forceinline__ int key_blocks_of(int batch) const {
     const HfFlash2ForwardParams& forward = params.forward;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
   const auto stores_lse = [&] { return lane % 4 == 0 && Shape::first_panel() == 0 && Shape::first_column(group) == 0; };
-  const bool ragged = params.sequences_k.cu_seqlens != nullptr || params.sequences_k.ranges != nullptr;
+  const bool ragged = have_lengths(params.sequences_k);
   const float scale_log2 = kCapped ? arguments.cap.log2 : params.softmax_scale * kLog2e;
 
   float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
