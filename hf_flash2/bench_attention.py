@@ -12,9 +12,10 @@
 
 With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?
 
-All implementations read the same tensors in the same process and take turns call by call, so that clocks and temperature are shared. SDPA
-is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of real tokens only, even of
-an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once. Needs a CUDA device.
+All implementations read the same tensors in the same process and take turns call by call, in another order each round, so that clocks and
+temperature are shared. SDPA is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of
+real tokens only, even of an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once. Needs a CUDA
+device.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -218,6 +220,9 @@ def measure(
 ) -> dict[Point, dict[str, list[float]]]:
     """Milliseconds of every timed call by point and provider, which take turns, call by call: a GPU is as fast as it is warm.
 
+    Each round has an order of its own: long calls that always come behind the same one, which draws more or less power, differ by up to 5 %
+    from their own copies.
+
     A provider that cannot run a point that it takes is left out there, with its reason on stderr.
     """
     problems = {point: Problem(point, device) for point in points}
@@ -244,8 +249,10 @@ def measure(
             release_memory(device)
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(MEASURED_MS / max(slowest, 1e-3))))
     queued: dict[tuple[Point, Provider], list] = {timed: [] for timed in calls}
+    turns, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(rounds):
-        for (point, provider), call in calls.items():
+        shuffle(turns)
+        for (point, provider), call in turns:
             with forced(provider.family, provider.library):
                 queued[point, provider].append(clock.queue(call))
     times: dict[Point, dict[str, list[float]]] = {point: {} for point in points}

@@ -356,10 +356,16 @@ def dense_provider(name: str, attend=None, family=None) -> bench_providers.Provi
     return bench_providers.Provider(name, prepare, ("dense",), family)
 
 
-def test_providers_take_turns(few_calls):
-    first, second = dense_provider("first"), dense_provider("second")
-    times = measure(SMALL["dense"], [first, second])
-    assert times == {"first": [3.0, 5.0, 7.0], "second": [4.0, 6.0, 8.0]}  # 1 and 2 went to the warm-up
+def test_providers_take_turns(few_calls, monkeypatch):
+    """Once a round, and not always behind the same one."""
+    monkeypatch.setattr(bench, "MAX_ROUNDS", 8)
+    names = ["first", "second", "third"]
+    times = measure(SMALL["dense"], [dense_provider(name) for name in names])
+    order = {int(time): name for name, timed in times.items() for time in timed}  # FakeClock counts the calls
+    assert sorted(order) == list(range(4, 28))  # 1 to 3 went to the warm-up
+    rounds = [[order[turn] for turn in range(begin, begin + 3)] for begin in range(4, 28, 3)]
+    assert all(sorted(turns) == sorted(names) for turns in rounds)
+    assert {turns[0] for turns in rounds} == set(names)
 
 
 def test_points_take_turns_with_their_baseline(few_calls):
@@ -380,7 +386,11 @@ def test_points_take_turns_with_their_baseline(few_calls):
     assert bench.benchmark(args, [provider], torch.device("cpu"), Recording()) == 0
     points = list(bench_points.window(args))
     assert [point.window for point in points] == [None, 8, 24] * 2
-    assert queued == points[:3] * (1 + bench.MIN_ROUNDS) + points[3:] * (1 + bench.MIN_ROUNDS)
+    for compared in (points[:3], points[3:]):
+        for _ in range(1 + bench.MIN_ROUNDS):  # the warm-up first
+            turns, queued = queued[:3], queued[3:]
+            assert sorted(turns, key=points.index) == compared
+    assert not queued
 
 
 @pytest.mark.parametrize(("slowest_ms", "rounds"), ((0.0, 100), (10.0, 30), (1000.0, 10)))
