@@ -13,9 +13,9 @@
 With --against, other builds of the library stand in the place of the rivals: is a change of the kernels faster?
 
 All implementations read the same tensors in the same process and take turns call by call, in another order each round, so that clocks and
-temperature are shared. SDPA is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores of
-real tokens only, even of an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once. Needs a CUDA
-device.
+temperature are shared. SDPA is pinned to one backend at a time, so a name in the table is the kernel that ran. TFLOP/s count visible scores
+of real tokens only, even of an implementation that computes more; decode is bound by memory and shows GB/s, K and V counted once.
+Needs a CUDA device.
 """
 
 import argparse

@@ -4,6 +4,7 @@ The rule of the field: measured against float64, the largest error of ours is at
 out, and 3 times for dq, dk, dv.
 """
 
+import functools
 import itertools
 import math
 
@@ -660,6 +661,41 @@ def test_nothing_before_a_large_tensor_is_read(head_dims, causal, family, device
         for actual, of_sequence in zip(gradients, expected, strict=True):
             difference = actual[begin : begin + length].double() - of_sequence[0].double()
             assert difference.norm() < 0.004 * of_sequence.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seqlen", "heads_k", "padded"), ((16384, 2, False), (32768, 1, True)))
+def test_very_long_groups_have_the_gradients_of_their_heads(seqlen, heads_k, padded, family, device):
+    """On Hopper, tasks have several heads of a group there, in another order and with other stages of dQ (has_very_long_heads)."""
+    torch.cuda.empty_cache()
+    group, head_dim = 8, 128
+    heads = (heads_k * group, heads_k, heads_k, heads_k * group)
+    q, k, v, dout = (torch.randn(2, seqlen, n, head_dim, device=device, dtype=torch.bfloat16).requires_grad_() for n in heads)
+    ranges = torch.tensor(((100, 0), (seqlen - 100, seqlen // 3)), dtype=torch.int32, device=device)  # starts, lengths
+
+    def gradients(k, v):
+        attend = functools.partial(flash_attn_ranges_func, ranges_q=ranges, ranges_k=ranges) if padded else flash_attn_func
+        out = attend(q, k, v, causal=True)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    dq, *of_keys = gradients(k, v)
+    expected_dq, *of_heads = gradients(*(x.detach().repeat_interleave(group, 2).requires_grad_() for x in (k, v)))
+    expected = expected_dq, *(x.unflatten(2, (heads_k, group)).double().sum(3) for x in of_heads)
+    for actual, all_heads in zip((dq, *of_keys), expected, strict=True):
+        assert (actual.double() - all_heads.double()).norm() < 0.004 * all_heads.double().norm()
+    _, *again = gradients(k, v)
+    assert all(map(torch.equal, again, of_keys))
+
+
+@pytest.mark.gpu
+def test_long_heads_of_256_add_to_dq_in_order(device):
+    """With all keys, where that is faster: the same bits, although nobody asks for them."""
+    if "sm90" not in native.families(torch.cuda.current_device()):
+        pytest.skip("on Hopper")
+    q, k, v, dout = (torch.randn(1, 8192, 8, 256, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(4))
+    out = flash_attn_func(q, k, v)
+    first, *others = (torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for _ in range(4))
+    assert all(map(torch.equal, first * 3, itertools.chain(*others)))
 
 
 @pytest.mark.big_memory

@@ -14,6 +14,15 @@
 
 namespace hf_flash2::sm90 {
 
+// Whether heads are so long that tasks, causal ones, had better have several of a group, in an order and with stages of dQ that keep these
+// together: with one head each, 32k tokens and 64 heads leave 1 GB of shares of dK and dV.
+// PERF: 32/8 heads at 16k 0 to 2 %, 64/8 0 to 1, both at 32k 3 to 7, padded 8 to 10; at 24k 0.5 % slower. At 16k slower: d 96 5 %, padded 3.
+// TUNING.md, "Groups split among tasks".
+inline bool has_very_long_heads(const HfFlash2ForwardParams& params) {
+  const int very_long = params.head_dim > 96 && !have_lengths(params.sequences_k) ? 16384 : 32768;
+  return params.head_dim > 64 && params.head_dim <= 128 && params.max_seqlen_q >= very_long;
+}
+
 // Among how many tasks the query heads of a group are split: a divisor of them, more than 1 where tasks are so few, or some so long, that
 // multiprocessors have nothing to do. Time is counted in query blocks of a task; the constants are estimates for an H200 at d 128. A task
 // takes those of its heads, and kTaskTime for its beginning and end. Equal tasks go in rounds over the multiprocessors; unequal ones, the long
@@ -25,9 +34,10 @@ namespace hf_flash2::sm90 {
 // order 2 to 8 %, 32/8 heads of 256 23 to 30. TUNING.md, "Groups split among tasks", also for what was tried.
 inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_order, int block_m, int block_n, int multiprocessors) {
   constexpr double kTaskTime = 3, kShareTime = 3, kSumTime = 1;
-  constexpr int kLongTask = 1024, kVeryLongTask = 16384;
-  const int most_heads = params.head_dim <= 64 || params.head_dim > 128 ? 4 : params.max_seqlen_q < kVeryLongTask ? 2 : 1;
-  const int most_shares = most_heads == 1 ? 8 : 4;  // for most_heads' sake
+  constexpr int kLongTask = 1024, kManyShares = 16384;
+  const bool others = params.head_dim <= 64 || params.head_dim > 128, very_long = has_very_long_heads(params);
+  const int most_heads = others || very_long ? 4 : params.max_seqlen_q < kManyShares ? 2 : 1;
+  const int most_shares = very_long || most_heads == 1 ? 8 : 4;  // for most_heads' sake
   const int group = params.heads_q / params.heads_k;
   if (in_order && params.window_right >= 0) return group;
   const bool packed = params.sequences_k.cu_seqlens != nullptr;
@@ -84,12 +94,13 @@ bool has_many_lone(const HfFlash2BackwardParams& params) {
 
 // Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
 // heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
-// stored to a tile first waits behind zeros.
+// stored to a tile first waits behind zeros; but two for very long heads, whose tasks are far apart.
 // PERF: d 96 and 128 0 to 3 %; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
 template <typename Shape>
 int choose_dq_stages(const HfFlash2BackwardParams& params, int splits) {
   constexpr int kShort = 1024;
-  return splits > 1 || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
+  const bool close = splits > 1 && !has_very_long_heads(params.forward);
+  return close || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
 }
 
 // Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that: then, among how many of them the query heads
@@ -160,7 +171,7 @@ struct BackwardPlan {
 // - Of long heads the last three, as each multiprocessor then has one of the last, and those that come late, as no two tasks take the same time,
 //   have the others wait. Of few groups fewer, as L2 holds less of what these heads read and add.
 // - Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends.
-// - Where a task has several query heads, at d 96 and 128, a little more than the last round, if there are three.
+// - Where a task has several query heads, at d 96 and 128, a little more than the last round, if there are three; the last four of very long heads.
 // Where a head has one and a half rounds or more, above d 64, four heads take turns: short tasks of one would run beside the long ones of the
 // next, and L2 hold neither's dQ.
 // Else, or where only the device knows the key blocks there are (then groups are those of one sequence), it pays less, and the end, or what L2
@@ -192,10 +203,11 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   } else if (!counted && (parts == forward.heads_q || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
     constexpr int kFewKeyBlocks = 8;
     const bool one_head = parts == forward.heads_q;  // a task
-    const bool half_round = Shape::kTellsEnds && one_head && 3 * key_blocks >= computing && 20 * key_blocks < 19 * computing;
+    const bool most_of_round = 20 * key_blocks >= 19 * computing;
+    const bool long_heads = Shape::kTellsEnds && (one_head ? 3 * key_blocks >= computing && !most_of_round : has_very_long_heads(forward));
     double last_rounds = one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
     if (!Shape::kTellsEnds || rounds) last_rounds = 2;
-    if (half_round) last_rounds = 4;
+    if (long_heads) last_rounds = 4;
     heads_at_once = is_long ? kLongHeadsAtOnce : heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
     together = std::max(static_cast<int>(ceil_div(heads_of_rounds(last_rounds), heads_at_once)), few_groups());
   } else {
