@@ -478,6 +478,7 @@ def leaves_window_to_mask(config: Any) -> bool:
 
 
 CALL_OF_INTERFACE = r"\battention_interface\((?:[^()]|\([^()]*\))*"  # up to any of its arguments
+LOOKED_UP_AS_ATTRIBUTE = re.compile(r"\bgetattr\(\s*ALL_ATTENTION_FUNCTIONS\b")  # of a mapping: finds its default, eager, always
 _CALL_WITH_WINDOW = re.compile(CALL_OF_INTERFACE + r"\bsliding_window=")
 
 

@@ -18,7 +18,7 @@ from . import masks
 from .functional import flash_attn_func, flash_attn_varlen_func
 from .interface import UNSUPPORTED, hf_flash2_attention, takes_kwargs
 from .kvcache import flash_attn_with_kvcache
-from .masks import CALL_OF_INTERFACE, hf_flash2_mask, source_of
+from .masks import CALL_OF_INTERFACE, LOOKED_UP_AS_ATTRIBUTE, hf_flash2_mask, source_of
 from .notices import NAME, is_strict
 
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
@@ -126,7 +126,8 @@ def _gated(method: Any) -> Any:
         _join_others()
         reason = reason_model_unsupported(self)
         if reason is not None:
-            raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}')
+            advice = _FOR_PARTS if getattr(self.config, "sub_configs", None) else ""
+            raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}{advice}')
         try:
             with _among_compatible(self):
                 return method(self, *args, **kwargs)
@@ -164,24 +165,52 @@ def reason_model_unsupported(model: torch.nn.Module) -> str | None:
         others = '"sdpa" or "eager"' if getattr(model, "_supports_sdpa", False) else '"eager"'
         return (
             "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
-            f"masks of its own, or where there is none; use {others}; of a model made of several, load it so and call "
-            "hf_flash2.patch(model), which switches those that can"
+            f"masks of its own, or where there is none; use {others}"
         )
     compatible = getattr(model, _COMPATIBLE, None)
     if compatible and NAME not in compatible and not _adds_sinks_alone(type(model)):
         return f'it accepts only {", ".join(compatible)} because of what its attention adds (as sparse patterns); use "eager"'
     if not _calls_the_interface(type(model)):
         return 'its attention layers never call the attention interface of Transformers; use "sdpa" or "eager"'
+    if _always_finds_eager(type(model)):
+        return (
+            "some of its layers look their attention up as an attribute of Transformers' attention interface, a mapping, and so run eager "
+            'attention, with masks that are not for it; use "sdpa" or "eager"'
+        )
     return None
+
+
+_FOR_PARTS = "; of a model made of several, load it so and call hf_flash2.patch(model), which switches those that can"
+
+
+def _own_classes(model_class: type) -> list[type]:
+    base = _transformers.PreTrainedModel
+    return [c for c in model_class.__mro__ if issubclass(c, base) and c is not base]
 
 
 @functools.cache
 def _calls_the_interface(model_class: type) -> bool:
     """False when the sources of the model define attention layers and none of them uses the interface (as GPT-J, or BERT before 5.0)."""
-    own = (c for c in model_class.__mro__ if issubclass(c, _transformers.PreTrainedModel) and c is not _transformers.PreTrainedModel)
-    sources = [source_of(name) for name in {c.__module__ for c in own}]
+    sources = [source_of(name) for name in {c.__module__ for c in _own_classes(model_class)}]
     has_attention = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) for source in sources)
     return not has_attention or any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+
+
+@functools.cache
+def _always_finds_eager(model_class: type) -> bool:
+    """Whether the model makes layers that find eager attention whatever its config names, as those of Kosmos-2.5's vision tower."""
+    own = _own_classes(model_class)
+    source = "\n".join(source_of(name) for name in {c.__module__ for c in own})
+    if LOOKED_UP_AS_ATTRIBUTE.search(source) is None:
+        return False
+    _, *parts = re.split(r"^class (\w+)", source, flags=re.MULTILINE)
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    made, found = set(), {c.__name__ for c in own}
+    while found:
+        name = found.pop()
+        made.add(name)
+        found |= set(re.findall(r"\b(\w+)\(", bodies.get(name, ""))) & bodies.keys() - made
+    return any(LOOKED_UP_AS_ATTRIBUTE.search(bodies.get(name, "")) for name in made)
 
 
 @functools.cache

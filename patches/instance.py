@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .. import ops
-from ..masks import source_of
+from ..masks import LOOKED_UP_AS_ATTRIBUTE, source_of
 from ..notices import CALLS, NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
@@ -69,7 +69,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
     previous = _implementations(target)
     configs = own_configs(model)
     try:
-        switch(target, _requested_implementation(target), configs)
+        _switch_what_can(target, configs)
         _switch_configs_left_behind(target)
         report = PatchReport(type(target).__name__, "", backend, previous)
         _bind_layers(target, report)
@@ -180,6 +180,16 @@ def _implementations(model: PreTrainedModel) -> str:
     return ", ".join(f"{implementation} ({name or 'model'})" for name, implementation in names.items())
 
 
+def _switch_what_can(model: PreTrainedModel, configs: list[OwnConfig]) -> None:
+    """The model as a whole, or by sub-config; then, in the same way, each part that this has left as it was."""
+    requested = _requested_implementation(model)
+    if requested == NAME or NAME in requested.values():
+        switch(model, requested, configs)
+    for _, part in _submodels(model)[1:]:
+        if part.config._attn_implementation != NAME:
+            _switch_what_can(part, configs)
+
+
 def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:
     """Our name, or by sub-config where a part of the model cannot take it and has to keep what it has. What is asked of the whole ("") is
     asked of the parts without a sub-config, too: of nobody, if one of these cannot take it."""
@@ -191,7 +201,7 @@ def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:
         if id(config) in parts:
             by_key[key] = config._attn_implementation if refused[id(config)] else NAME
             rest.discard(id(config))
-    if any(refused[part] for part in rest) and NAME in by_key.values():
+    if any(refused[part] for part in rest):
         return by_key
     return {"": NAME, **by_key} if set(by_key.values()) - {NAME} else NAME
 
@@ -284,7 +294,7 @@ def _calls_attention_interface(module: nn.Module) -> bool:
         code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
         names = () if code is None else code.co_names
         if "ALL_ATTENTION_FUNCTIONS" in names:
-            return hasattr(module, "config")
+            return hasattr(module, "config") and not ("getattr" in names and LOOKED_UP_AS_ATTRIBUTE.search(inspect.getsource(code)))
         if "forward" not in names:
             return False
     return False

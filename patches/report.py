@@ -66,7 +66,9 @@ class PatchReport:
         routes = sum(self.layers.values(), Counter())
         names = {"sdpa": "sdpa (torch's, not ours: a warning said why)"}
         calls = ", ".join(f"{count} {names.get(route, route)}" for route, count in routes.items())
-        lines.append(f"  calls     {calls or 'none yet'}")
+        uncalled = [name for name, of_layer in self.layers.items() if not of_layer]
+        rest = f"; none of {len(uncalled)} layers, as {uncalled[0]}" if calls and uncalled else ""
+        lines.append(f"  calls     {calls or 'none yet'}{rest}")
         if self.forwards is not None:
             counts = (f"{count} {route}" for route, count in self.forwards.most_common())
             lines.append(f"  decoder   packed: {', '.join(counts) or 'no padded batch yet'}")

@@ -224,9 +224,52 @@ def test_layers_that_never_call_the_interface(source, served, monkeypatch, tmp_p
     assert reason is None if served else "never call the attention interface" in reason
 
 
-def test_a_refusal_names_the_way_for_models_made_of_several():
-    with pytest.raises(ValueError, match='use .*"eager"; of a model made of several, load it so and call hf_flash2.patch'):
+def test_a_refusal_names_the_way_for_models_made_of_several(monkeypatch):
+    with pytest.raises(ValueError, match='use .*"eager"$'):
         tiny.model("bloom")
+    model = transformers.LlavaForConditionalGeneration
+    monkeypatch.setattr(model, "_supports_flash_attn", False)
+    with pytest.raises(ValueError, match='use .*"eager"; of a model made of several, load it so and call hf_flash2.patch'):
+        model._from_config(transformers.LlavaConfig(), attn_implementation="hf_flash2")
+
+
+LOOKS_UP_AN_ATTRIBUTE = """
+class MineAttention(nn.Module):
+    def forward(self):
+        return ALL_ATTENTION_FUNCTIONS.get_interface("eager", None)
+
+
+class MineTowerAttention(nn.Module):
+    def forward(self):
+        return getattr(ALL_ATTENTION_FUNCTIONS, "eager", None)
+
+
+class MineTower(MinePreTrainedModel):
+    def __init__(self):
+        self.layers = nn.ModuleList([MineTowerAttention() for _ in range(2)])
+
+
+class MineText(MinePreTrainedModel):
+    def __init__(self):
+        self.layer = MineAttention()
+
+
+class Mine(MinePreTrainedModel):
+    def __init__(self):
+        self.tower, self.text = MineTower(), MineText()
+"""
+
+
+@pytest.mark.parametrize(("name", "served"), [("MineText", True), ("MineTower", False), ("Mine", False)])
+def test_layers_that_find_eager_whatever_is_asked_for(name, served, monkeypatch, tmp_path):
+    """They would run it with masks of ours. Only the models that make such layers are refused."""
+    module = types.ModuleType(f"layers_{tmp_path.name}_{name}")
+    module.__file__ = str(tmp_path / "modeling.py")
+    (tmp_path / "modeling.py").write_text(LOOKS_UP_AN_ATTRIBUTE)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    mine = type(name, (transformers.PreTrainedModel,), {"__module__": module.__name__, "_supports_flash_attn": True})
+    reason = registration.reason_model_unsupported(mine.__new__(mine))
+    assert reason is None if served else "and so run eager attention" in reason
 
 
 def test_models_that_list_what_they_are_compatible_with():

@@ -22,11 +22,16 @@ from transformers import (
     AutoModelForImageTextToText,
     Blip2Config,
     Blip2ForConditionalGeneration,
+    ColPaliConfig,
+    ColPaliForRetrieval,
     EncoderDecoderModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    PaliGemmaConfig,
     PreTrainedModel,
+    SamConfig,
+    SamModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -641,6 +646,63 @@ def test_a_model_is_patched_once_where_only_parts_can_be():
     assert list(report.calls.values()) == [1, 1]
     ((name, reason),) = report.skipped.items()
     assert "vision_tower" in name and reason.startswith("stays on eager: GotOcr2VisionEncoder does not call")
+
+
+def test_layers_that_find_eager_whatever_is_asked_for_stay_on_it():
+    """As those of Kosmos-2.5's vision tower, which would add our masks to their scores. Its text, in the same module, is switched."""
+    text = {"vocab_size": 99, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4, "max_position_embeddings": 64}
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 12, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "max_num_patches": 16, "patch_size": 2}
+    config = AutoConfig.for_model("kosmos-2.5", text_config=text, vision_config=vision, latent_query_num=4)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    patches = torch.randn(2, 16, 14)
+    patches[..., 0], patches[..., 1] = torch.arange(1, 17) // 4, torch.arange(16) % 4
+    patches[1, 10:] = 0  # padding
+    is_image = torch.zeros(2, 16, dtype=torch.long)
+    is_image[:, 5:9] = 1
+    inputs = {"input_ids": torch.randint(3, 80, (2, 16)), "flattened_patches": patches, "image_embeds_position_mask": is_image}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        report = hf_flash2.patch(model)
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    assert set(report.calls.values()) == {1} and not any(name.startswith("vision_model") for name in report.calls)
+    ((name, reason),) = report.skipped.items()
+    assert name == "vision_model" and "and so run eager attention" in reason
+    hf_flash2.unpatch(model)
+    with pytest.raises(ValueError, match="call hf_flash2.patch"):
+        model.set_attn_implementation("hf_flash2")
+
+
+def test_parts_of_parts_are_switched():
+    """PaliGemma cannot be as a whole; its text and its vision can, also where it is itself a part, of ColPali."""
+    layers = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    text = layers | {"model_type": "gemma", "vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = layers | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    inner = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=90, projection_dim=32, hidden_size=32)
+    model = ColPaliForRetrieval._from_config(ColPaliConfig(vlm_config=inner, embedding_dim=16), attn_implementation="eager").eval()
+    model(input_ids=torch.arange(5, 17)[None])  # Transformers leaves marks of its own
+    before = snapshot(model)
+    report = hf_flash2.patch(model)
+    assert (report.found, report.patched) == (4, 4)
+    model(input_ids=torch.arange(5, 17)[None])
+    text_layers = [name for name, calls in report.calls.items() if calls == 1]
+    assert len(text_layers) == 2 and "calls     2 padded; none of 2 layers, as vlm.vision_tower.encoder.layers.0" in str(report)
+    hf_flash2.unpatch(model)
+    assert_same(before, snapshot(model))
+
+
+def test_a_model_of_which_no_part_can_be_switched_says_why():
+    """And does not send to hf_flash2.patch whoever comes from there."""
+    vision = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "mlp_dim": 32}
+    prompt = {"hidden_size": 16, "image_size": 32, "mask_input_channels": 4}
+    decoder = {"hidden_size": 16, "mlp_dim": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "iou_head_hidden_dim": 16}
+    config = SamConfig(vision_config=vision | {"num_pos_feats": 8}, prompt_encoder_config=prompt, mask_decoder_config=decoder)
+    with pytest.raises(ValueError, match="^no attention layer of SamModel can run on hf_flash2: .*position bias") as refused:
+        hf_flash2.patch(SamModel._from_config(config, attn_implementation="eager"))
+    assert "hf_flash2.patch" not in str(refused.value)
 
 
 def test_parts_that_have_no_config_of_their_own_in_the_models():
