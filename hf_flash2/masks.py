@@ -212,6 +212,8 @@ def hf_flash2_mask(
     if attention_mask is None:
         key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:
+        if pattern.causal and not isinstance(q_offset, torch.Tensor):
+            _check_reaches_queries(attention_mask.shape[1], kv_length, q_offset + q_length)
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
         # Not the tensor itself: it would hold itself, and only the garbage collector would free it.
@@ -246,6 +248,16 @@ def attach(mask: torch.Tensor, attribute: Sequences | str) -> torch.Tensor:
     """The mask, with what it says as Sequences, or why it is for SDPA."""
     setattr(mask, ATTRIBUTE, attribute)
     return mask
+
+
+def _check_reaches_queries(columns: int, kv_length: int, end: int) -> None:
+    """Queries behind the end of a mask would count as padding, whose results nobody wants: whoever gives such a mask wants them."""
+    if columns != kv_length and columns < end:
+        raise ValueError(
+            f"the attention_mask of this forward ends at column {columns}, its queries at {end}; an attention_mask has to be as wide as "
+            "input_ids and what a cache holds before them. generate() of PEFT's prompt tuning gives such masks where Transformers has "
+            'renamed past_key_values to cache, and then adds its prompt at every step; attn_implementation="sdpa" computes what it asks for'
+        )
 
 
 def _real_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:

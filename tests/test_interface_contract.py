@@ -569,6 +569,20 @@ def test_a_mask_of_another_width_than_the_tokens_says_how_wide_it_has_to_be(colu
         model(**inputs, attention_mask=mask)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4 fills it up with zeros itself")
+@pytest.mark.parametrize("past", [0, 5])
+def test_a_mask_that_ends_before_the_last_query_is_refused(past, device):
+    """Its queries behind the end would be zero as padding; eager computes them."""
+    model, tokens = tiny.model("llama", device=device), tiny.tokens(device)
+    mask = tiny.attention_mask("left", device)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        if past:
+            model(tokens[:, :past], attention_mask=mask[:, :past], past_key_values=cache)
+        with pytest.raises(ValueError, match=f"ends at column {SEQLEN - 2}, its queries at {SEQLEN}; an attention_mask has to be as wide"):
+            model(tokens[:, past:], attention_mask=mask[:, :-2], past_key_values=cache)
+
+
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     made = []
     padded_batch = packing.padded_batch
