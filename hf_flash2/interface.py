@@ -161,7 +161,7 @@ def attend(
             _refuse(module, "block_table")
         options = {"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "s_aux": s_aux}
         return _decode_pages(module, q, k, v, *pages, kwargs["cu_seq_lens_k"], sliding_window, options)
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _collects_attentions():
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
@@ -182,6 +182,14 @@ def attend(
     if out.dtype != q_dtype and not _autocasts(out.device.type):
         out = out.to(q_dtype)
     return out
+
+
+def _collects_attentions() -> bool:
+    """Whether Transformers collects `attentions`, also where a config asks for them, or GPT-2 keeps the keyword to itself."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)  # from 5 on
+    return collector is not None and any("attentions" in name for name in collector.get() or ())
 
 
 def _attend_whole(

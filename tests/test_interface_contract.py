@@ -583,6 +583,20 @@ def test_a_mask_that_ends_before_the_last_query_is_refused(past, device):
             model(tokens[:, past:], attention_mask=mask[:, :-2], past_key_values=cache)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4 hands the keyword on")
+@pytest.mark.parametrize("by_config", [False, True])
+def test_attention_probabilities_that_layers_are_not_told_of_are_not_promised(by_config, notices, device):
+    """GPT-2 keeps the keyword to itself, and nobody hands on what a config says."""
+    model = tiny.model("llama" if by_config else "gpt2", device=device)
+    model(tiny.tokens(device))
+    assert not notices()
+    if by_config:
+        model.config._output_attentions = True
+    outputs = model(tiny.tokens(device), **({} if by_config else {"output_attentions": True}))
+    assert not outputs.attentions
+    assert 'use attn_implementation="eager"' in notices()[0]
+
+
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     made = []
     padded_batch = packing.padded_batch
