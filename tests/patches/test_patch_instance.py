@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import pickle
+import re
 import sys
 import types
 
@@ -648,6 +649,7 @@ def test_a_model_is_patched_once_where_only_parts_can_be():
     assert "vision_tower" in name and reason.startswith("stays on eager: GotOcr2VisionEncoder does not call")
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4 declares flash attention for no part of it")
 def test_layers_that_find_eager_whatever_is_asked_for_stay_on_it():
     """As those of Kosmos-2.5's vision tower, which would add our masks to their scores. Its text, in the same module, is switched."""
     text = {"vocab_size": 99, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4, "max_position_embeddings": 64}
@@ -688,8 +690,8 @@ def test_parts_of_parts_are_switched():
     report = hf_flash2.patch(model)
     assert (report.found, report.patched) == (4, 4)
     model(input_ids=torch.arange(5, 17)[None])
-    text_layers = [name for name, calls in report.calls.items() if calls == 1]
-    assert len(text_layers) == 2 and "calls     2 padded; none of 2 layers, as vlm.vision_tower.encoder.layers.0" in str(report)
+    route = "padded" if VERSION >= (5, 0) else r"sdpa \(.*\)"  # PaliGemma makes a 4-D mask itself in Transformers 4
+    assert re.search(rf"calls     2 {route}; none of 2 layers, as vlm\.\S*vision_tower\S*\.layers\.0\.", str(report))
     hf_flash2.unpatch(model)
     assert_same(before, snapshot(model))
 
