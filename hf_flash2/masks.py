@@ -39,6 +39,7 @@ MAYBE_DOCUMENTS = (
 )
 _CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
 _ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
+_AS_WIDE = "an attention_mask has to be as wide as input_ids and what a cache holds before them"
 UNSAID_WINDOW = "its layers leave their sliding window to the mask"
 
 
@@ -81,11 +82,10 @@ class Sequences:
         if isinstance(attached, cls):
             if attached.key_mask.shape[1] != seqlen_k:
                 raise ValueError(
-                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; an "
-                    "attention_mask has to be as wide as input_ids and what a cache holds before them; a decoder with a cache needs "
-                    "config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of an encoder-decoder cuts the "
-                    "mask of the encoder short under prefill_chunk_size, which such a model does not need; if it is none of these, use "
-                    'attn_implementation="sdpa"'
+                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; {_AS_WIDE}; a "
+                    "decoder with a cache needs config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of "
+                    "an encoder-decoder cuts the mask of the encoder short under prefill_chunk_size, which such a model does not need; if "
+                    'it is none of these, use attn_implementation="sdpa"'
                 )
             return attached
         if holds_documents(mask):
@@ -254,9 +254,9 @@ def _check_reaches_queries(columns: int, kv_length: int, end: int) -> None:
     """Queries behind the end of a mask would count as padding, whose results nobody wants: whoever gives such a mask wants them."""
     if columns != kv_length and columns < end:
         raise ValueError(
-            f"the attention_mask of this forward ends at column {columns}, its queries at {end}; an attention_mask has to be as wide as "
-            "input_ids and what a cache holds before them. generate() of PEFT's prompt tuning gives such masks where Transformers has "
-            'renamed past_key_values to cache, and then adds its prompt at every step; attn_implementation="sdpa" computes what it asks for'
+            f"the attention_mask of this forward ends at column {columns}, its queries at {end}; {_AS_WIDE}. generate() "
+            "of PEFT's prompt tuning gives such masks where Transformers has renamed past_key_values to cache, and then adds "
+            'its prompt at every step; attn_implementation="sdpa" computes what it asks for'
         )
 
 

@@ -182,12 +182,11 @@ def _implementations(model: PreTrainedModel) -> str:
 
 def _switch_what_can(model: PreTrainedModel, configs: list[OwnConfig]) -> None:
     """The model as a whole, or by sub-config; then, in the same way, each part that this has left as it was."""
-    requested = _requested_implementation(model)
-    if requested == NAME or NAME in requested.values():
-        switch(model, requested, configs)
-    for _, part in _submodels(model)[1:]:
-        if part.config._attn_implementation != NAME:
-            _switch_what_can(part, configs)
+    for _, part in _submodels(model):
+        if part is model or part.config._attn_implementation != NAME:
+            requested = _requested_implementation(part)
+            if requested == NAME or NAME in requested.values():
+                switch(part, requested, configs)
 
 
 def _requested_implementation(model: PreTrainedModel) -> str | dict[str, str]:

@@ -205,6 +205,22 @@ def test_the_name_of_continuous_batching_is_refused_and_admitted_as_ours():
     assert tiny.model("gpt_oss", "eager").get_correct_attn_implementation("paged|hf_flash2") == "paged|hf_flash2"
 
 
+def module_of(source: str, monkeypatch, tmp_path) -> str:
+    """The name of a loaded module that has this source, for models that say they are of it."""
+    module = types.ModuleType(f"modeling_{tmp_path.name}")
+    module.__file__ = str(tmp_path / "modeling.py")
+    Path(module.__file__).write_text(source)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.__name__
+
+
+def reason_unsupported(name: str, source: str, monkeypatch, tmp_path) -> str | None:
+    """Why a model of this name in a module of this source cannot be served."""
+    attributes = {"__module__": module_of(source, monkeypatch, tmp_path), "_supports_flash_attn": True}
+    mine = type(name, (transformers.PreTrainedModel,), attributes)
+    return registration.reason_model_unsupported(mine.__new__(mine))
+
+
 @pytest.mark.parametrize(
     ("source", "served"),
     [
@@ -215,12 +231,7 @@ def test_the_name_of_continuous_batching_is_refused_and_admitted_as_ours():
     ids=["own attention", "calls the interface", "no layer"],
 )
 def test_layers_that_never_call_the_interface(source, served, monkeypatch, tmp_path):
-    module = types.ModuleType(f"layers_{tmp_path.name}_{served}")
-    module.__file__ = str(tmp_path / "modeling.py")
-    (tmp_path / "modeling.py").write_text(source)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    mine = type("Mine", (transformers.PreTrainedModel,), {"__module__": module.__name__, "_supports_flash_attn": True})
-    reason = registration.reason_model_unsupported(mine.__new__(mine))
+    reason = reason_unsupported("Mine", source, monkeypatch, tmp_path)
     assert reason is None if served else "never call the attention interface" in reason
 
 
@@ -263,12 +274,7 @@ class Mine(MinePreTrainedModel):
 @pytest.mark.parametrize(("name", "served"), [("MineText", True), ("MineTower", False), ("Mine", False)])
 def test_layers_that_find_eager_whatever_is_asked_for(name, served, monkeypatch, tmp_path):
     """They would run it with masks of ours. Only the models that make such layers are refused."""
-    module = types.ModuleType(f"layers_{tmp_path.name}_{name}")
-    module.__file__ = str(tmp_path / "modeling.py")
-    (tmp_path / "modeling.py").write_text(LOOKS_UP_AN_ATTRIBUTE)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    mine = type(name, (transformers.PreTrainedModel,), {"__module__": module.__name__, "_supports_flash_attn": True})
-    reason = registration.reason_model_unsupported(mine.__new__(mine))
+    reason = reason_unsupported(name, LOOKS_UP_AN_ATTRIBUTE, monkeypatch, tmp_path)
     assert reason is None if served else "and so run eager attention" in reason
 
 
@@ -297,11 +303,7 @@ CALLS_OF_LAYERS = {  # source of a modeling module -> whether a model with a lis
 @pytest.mark.parametrize("calls", CALLS_OF_LAYERS)
 def test_only_sinks_are_served_beside_a_list_of_compatible_implementations(calls, monkeypatch, tmp_path):
     source, served = CALLS_OF_LAYERS[calls]
-    module = types.ModuleType(f"calls_{tmp_path.name}")
-    module.__file__ = str(tmp_path / "modeling.py")
-    Path(module.__file__).write_text(source + "\n")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    attributes = {"__module__": module.__name__, "_compatible_flash_implementations": ["somebody/sparse"]}
+    attributes = {"__module__": module_of(source + "\n", monkeypatch, tmp_path), "_compatible_flash_implementations": ["somebody/sparse"]}
     model = type("Mine", (LlamaForCausalLM,), attributes)(tiny.config("llama"))
     reason = registration.reason_model_unsupported(model)
     assert reason is None if served else "accepts only somebody/sparse" in reason
