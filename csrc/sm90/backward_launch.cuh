@@ -192,6 +192,7 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   int heads_at_once = heads_of_rounds(1), together = 1;
   constexpr int kLongHeadsAtOnce = 4;
   const bool is_long = Shape::kHeadDim > 64 && 2 * key_blocks > 3 * computing;  // rounds of one head
+  const bool most_of_round = 20 * key_blocks >= 19 * computing;                 // has one head
   const auto few_groups = [&] {
     return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads_at_once) / 8));
   };
@@ -203,18 +204,17 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks,
   } else if (!counted && (parts == forward.heads_q || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
     constexpr int kFewKeyBlocks = 8;
     const bool one_head = parts == forward.heads_q;  // a task
-    const bool most_of_round = 20 * key_blocks >= 19 * computing;
-    const bool long_heads = Shape::kTellsEnds && (one_head ? 3 * key_blocks >= computing && !most_of_round : has_very_long_heads(forward));
+    const bool four_rounds = Shape::kTellsEnds && (one_head ? 3 * key_blocks >= computing && !most_of_round : has_very_long_heads(forward));
     double last_rounds = one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
     if (!Shape::kTellsEnds || rounds) last_rounds = 2;
-    if (long_heads) last_rounds = 4;
+    if (four_rounds) last_rounds = 4;
     heads_at_once = is_long ? kLongHeadsAtOnce : heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
     together = std::max(static_cast<int>(ceil_div(heads_of_rounds(last_rounds), heads_at_once)), few_groups());
   } else {
     const int64_t query_heads =
         heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
     heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_at_once);
-    if (Shape::kHeadDim <= 128 && 20 * key_blocks >= 19 * computing) heads_at_once = 1;
+    if (Shape::kHeadDim <= 128 && most_of_round) heads_at_once = 1;
     if (is_long) heads_at_once = kLongHeadsAtOnce;
     if (int64_t{heads_at_once} * key_blocks <= computing) together = few_groups();
   }
