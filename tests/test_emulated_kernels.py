@@ -441,7 +441,18 @@ def test_groups_split_among_tasks(case, splits, deterministic, emulate, backward
     assert [group_splits(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [splits] * 3
 
 
-GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a group on 16 multiprocessors
+def test_whole_groups_before_split_ones(emulate, backward_workspaces):
+    """Of four groups in two sequences the last is split, and leaves shares: all gradients of keys have the same bits in any order."""
+    case = Case("group", head_dim=128, heads=(6, 2), lengths_q=(1030, 1030), causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    first = emulate("sm90", sample, emulated.HOPPER, with_dlse=True)
+    check(first, sample, with_dlse=True)
+    again = emulate("sm90", sample, emulated.HOPPER, 1, 3, with_dlse=True)
+    assert all(torch.equal(again[name], first[name]) for name in ("dk", "dv"))
+    assert [group_splits(x, case, 1030, 1030) for x in backward_workspaces] == [3 / 4] * 2
+
+
+GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a group on 16 multiprocessors, on average
     "unequal tasks, few": (((8, 1), 128, 1024, 1024, 1, True), 4),
     "long unequal tasks": (((8, 1), 128, 2048, 2048, 1, True), 4),
     "long ones of 4 heads": (((4, 1), 128, 4096, 4096, 1, True), 2),
@@ -463,6 +474,15 @@ GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a 
     "a group of 6": (((6, 1), 128, 1024, 1152, 2, False), 3),
     "equal tasks of two multiprocessors each": (((8, 1), 512, 512, 512, 1, False), 1),
     "and half as many": (((8, 1), 512, 512, 256, 1, False), 2),
+    "the last of 4 groups of 3": (((12, 4), 128, 4096, 4096, 1, True), 3 / 4),
+    "and over the batch": (((6, 2), 128, 4096, 4096, 2, True), 3 / 4),
+    "the last of 4 groups of 7": (((28, 4), 128, 4096, 4096, 1, True), 7 / 4),
+    "the last 3 of 12 short ones": (((24, 12), 128, 1024, 1024, 1, True), 6 / 12),
+    "all of 11 short ones": (((44, 11), 128, 1024, 1024, 1, True), 2),
+    "groups of 8": (((32, 4), 128, 4096, 4096, 1, True), 4),
+    "very long ones": (((12, 4), 128, 16384, 16384, 1, True), 1),
+    "at another head dim": (((12, 4), 96, 4096, 4096, 1, True), 3),
+    "with all keys": (((12, 4), 128, 4096, 4096, 1, False), 1),
     "no groups": (((4, 4), 128, 256, 256, 1, True), 1),
     "one query": (((8, 1), 128, 1, 1024, 1, False), 1),
 }

@@ -225,7 +225,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
   const auto store_lone = [&](float (&dq)[8][4], const BackwardTask::Step& at) {
     const int row = at.query_block * kBlockM + (Shape::kDqByRows ? consumer * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
     const int column = Shape::kDqByRows ? 0 : consumer * 64;
-    T* rows = token_pointer<T>(params.dq, task.batch, task.part * task.heads + at.head, task.q.start + row) + column;
+    T* rows = token_pointer<T>(params.dq, task.batch, task.first_head + at.head, task.q.start + row) + column;
 #pragma unroll
     for (int i = 0; i < 32; ++i) (&dq[0][0])[i] *= params.forward.softmax_scale;
 #pragma unroll

@@ -9,7 +9,7 @@ namespace hf_flash2::sm90 {
 
 struct ConvertArguments {
   HfFlash2BackwardParams params;
-  KeyGradientShares shares;
+  GroupSplits groups;
   int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
   int early_blocks;  // the first of these, by QueryBlock: probably no task will add to them when the last tasks still run
   bool stores_lone;  // the main kernel has stored dQ of lone query blocks
@@ -45,7 +45,7 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
-  if (arguments.asks && !(Shape::kTellsEnds ? has_ended<Shape>(params, arguments.shares, batch, head)
+  if (arguments.asks && !(Shape::kTellsEnds ? has_ended<Shape>(params, arguments.groups, batch, head)
                                             : is_complete<Shape>(forward, workspace, batch, seq, row_begin, tile)))
     wait_for_kernel_before();
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
@@ -69,20 +69,21 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
 // dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
 // the elements that it held as a consumer; `block` counts thread blocks.
 template <typename Shape, typename T>
-__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int block) {
+__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const GroupSplits& groups, int block) {
   constexpr int kColumns = 32, kPieceElements = 64 * kColumns;
   const HfFlash2ForwardParams& forward = params.forward;
   const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
-  const int key_block = tile % key_blocks, head = tile / key_blocks % forward.heads_k, batch = tile / key_blocks / forward.heads_k;
+  const int key_block = tile % key_blocks, key_head = groups.whole + tile / key_blocks;
+  const int head = key_head % forward.heads_k, batch = key_head / forward.heads_k;
   const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
   const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
   if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientElements / kPieceElements) return;
 
   float sum[kColumns / 8][4] = {};
 #pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
-  for (int split = 0; split < static_cast<int>(shares.splits.divisor); ++split) {
-    const int part = head * shares.splits.divisor + split;
-    const T* share = shares.tile<Shape, T>(forward, batch, part, key_block) + piece * kPieceElements;
+  for (int split = 0; split < static_cast<int>(groups.splits.divisor); ++split) {
+    const int first_head = head * static_cast<int>(groups.group.divisor) + split * static_cast<int>(groups.heads.divisor);
+    const T* share = groups.share<Shape, T>(forward, batch, first_head, key_block) + piece * kPieceElements;
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       const uint2 x = reinterpret_cast<const uint2*>(share)[n * 128 + thread];
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const _
   if (i < end)
     convert_query_gradient<Shape, T>(arguments, i < early ? early - 1 - i : end - 1 - (i - early));
   else
-    add_shares<Shape, T>(arguments.params, arguments.shares, i - end);
+    add_shares<Shape, T>(arguments.params, arguments.groups, i - end);
 }
 
 }  // namespace hf_flash2::sm90

@@ -63,6 +63,24 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_orde
   return splits;
 }
 
+// How many key heads, counted over the batch, keep their groups whole, though the others, the last, are split among tasks of one query head each;
+// zero where all are split alike. Whole groups leave no shares, and a task of several heads begins once; but they take long, and multiprocessors
+// would wait for the last of them: those of one and a half rounds are split.
+// PERF: groups of 2 to 4 1 to 4 %, of 5 and 7 1 to 21. TUNING.md, "Groups split among tasks", also for where not.
+template <typename Shape>
+int choose_whole_groups(const HfFlash2ForwardParams& params, int multiprocessors) {
+  constexpr double kSplitRounds = 1.5;
+  constexpr int kShortest = 1024, kLong = 4096, kMostHeads = 7;
+  const bool dense = params.sequences_k.cu_seqlens == nullptr && !have_lengths(params.sequences_k);
+  const int group = params.heads_q / params.heads_k, key_heads = params.heads_k * params.batch;
+  const int seqlen = std::min(params.max_seqlen_q, params.max_seqlen_k);
+  if (Shape::kHeadDim != 128 || !is_triangular(params) || !dense || group == 1 || group > kMostHeads) return 0;
+  if (seqlen < kShortest || has_very_long_heads(params)) return 0;
+  const double key_blocks = static_cast<double>(ceil_div(params.max_seqlen_k, Shape::kBlockN));
+  const int64_t split = std::max<int64_t>(1, std::lround(kSplitRounds * multiprocessors / key_blocks));
+  return seqlen >= kLong || key_heads >= 4 * split ? static_cast<int>(std::max<int64_t>(0, key_heads - split)) : 0;
+}
+
 // Whether a call is long enough for the kernel with code for rounding beside (Rounds), also where nothing is rounded there.
 inline bool has_many_tasks(int64_t tasks, int multiprocessors) { return tasks >= int64_t{4} * multiprocessors; }
 
@@ -90,17 +108,6 @@ template <typename Shape>
 bool has_many_lone(const HfFlash2BackwardParams& params) {
   constexpr int kShort = Shape::kHeadDim > 64 ? 512 : 384, kShortPadded = Shape::kHeadDim > 64 ? 2048 : 1024;
   return is_triangular(params.forward) && params.forward.max_seqlen_k <= (may_have_gaps(params) ? kShortPadded : kShort);
-}
-
-// Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
-// heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
-// stored to a tile first waits behind zeros; but two for very long heads, whose tasks are far apart.
-// PERF: d 96 and 128 0 to 3 %; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
-template <typename Shape>
-int choose_dq_stages(const HfFlash2BackwardParams& params, int splits) {
-  constexpr int kShort = 1024;
-  const bool close = splits > 1 && !has_very_long_heads(params.forward);
-  return close || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
 }
 
 // Whether tasks had better add to dQ in order, as in deterministic mode, where nobody asks for that: then, among how many of them the query heads
@@ -133,8 +140,9 @@ int choose_splits_in_order(const HfFlash2ForwardParams& params) {
 // What is decided from shapes alone.
 struct BackwardPlan {
   bool in_order;       // key blocks add to a tile of dQ one after the other
-  int splits;          // of a group's query heads
-  int64_t key_blocks;  // of one head, over all sequences: KeyGradientShares::blocks
+  int splits, whole;   // of a group's query heads, and for how many key heads not: GroupSplits
+  int64_t key_blocks;  // of one head: GroupSplits::blocks
+  int64_t parts;       // of all sequences
   int64_t shares_at;   // bytes of the workspace before the shares of dK and dV
   int64_t workspace_bytes;
 
@@ -149,18 +157,32 @@ struct BackwardPlan {
     plan.splits = splits_in_order > 0 ? splits_in_order
                                       : choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN,
                                                             multiprocessors(params.device) / Shape::kColumnParts);
-    plan.key_blocks = KeyGradientShares::count_blocks(params, Shape::kBlockN);
-    check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * params.heads_k * plan.splits * params.batch, "attention backward, sm90");
+    plan.whole = plan.in_order ? 0 : choose_whole_groups<Shape>(params, multiprocessors(params.device));
+    if (plan.whole > 0) plan.splits = params.heads_q / params.heads_k;
+    plan.key_blocks = GroupSplits::count_blocks(params, Shape::kBlockN);
+    plan.parts = plan.whole + (int64_t{params.heads_k} * params.batch - plan.whole) * plan.splits;
+    check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.parts, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
     if (plan.splits > 1)
-      plan.workspace_bytes = plan.shares_at + params.heads_k * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
+      plan.workspace_bytes =
+          plan.shares_at + GroupSplits::count_shared(params, plan.whole) * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
     return plan;
   }
 };
 
-// The order of tasks. parts: key heads, or splits of their groups; counted: only the device knows the key blocks there are; rounds: some thread
-// blocks round dQ beside; computing: tasks at once.
+// Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
+// heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
+// stored to a tile first waits behind zeros; but two for very long heads and whole groups, whose tasks are far apart.
+// PERF: d 96 and 128 0 to 3 %; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
+template <typename Shape>
+int choose_dq_stages(const HfFlash2BackwardParams& params, const BackwardPlan& plan) {
+  constexpr int kShort = 1024;
+  const bool close = plan.splits > 1 && plan.whole == 0 && !has_very_long_heads(params.forward);
+  return close || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
+}
+
+// The order of tasks. counted: only the device knows the key blocks there are; rounds: some thread blocks round dQ beside; computing: tasks at once.
 //
 // A task is a key block, or one for each block of a cluster. Causal: the first key blocks see the most queries, and long tasks go first, inside
 // groups of heads. Short ones load and write as much of K, V, dK and dV as long ones: many of them at once wait for memory, while the long ones
@@ -172,6 +194,7 @@ struct BackwardPlan {
 //   have the others wait. Of few groups fewer, as L2 holds less of what these heads read and add.
 // - Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends.
 // - Where a task has several query heads, at d 96 and 128, a little more than the last round, if there are three; the last four of very long heads.
+//   Behind whole groups three, of their splits.
 // Where a head has one and a half rounds or more, above d 64, four heads take turns: short tasks of one would run beside the long ones of the
 // next, and L2 hold neither's dQ.
 // Else, or where only the device knows the key blocks there are (then groups are those of one sequence), it pays less, and the end, or what L2
@@ -185,47 +208,48 @@ struct BackwardPlan {
 // rounds in turn, which wait less for each other.
 // PERF: one head in place of a round of them, d 128 causal 2 to 14 %. TUNING.md, "Deterministic mode".
 template <typename Shape>
-TileScheduler choose_order(const HfFlash2BackwardParams& params, int key_blocks, int parts, bool counted, bool rounds, int computing) {
+TileScheduler choose_order(const HfFlash2BackwardParams& params, const BackwardPlan& plan, bool counted, bool rounds, int computing) {
   const HfFlash2ForwardParams& forward = params.forward;
+  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = static_cast<int>(plan.parts);
+  const bool one_head = parts == forward.heads_q * forward.batch;  // a task
   const auto heads_of_rounds = [&](double n) { return std::max(1, static_cast<int>(n * computing / std::max(1, key_blocks))); };
   TileOrder order = is_triangular(forward) ? TileOrder::kFirstBlockFirst : TileOrder::kByHead;
   int heads_at_once = heads_of_rounds(1), together = 1;
   constexpr int kLongHeadsAtOnce = 4;
   const bool is_long = Shape::kHeadDim > 64 && 2 * key_blocks > 3 * computing;  // rounds of one head
   const bool most_of_round = 20 * key_blocks >= 19 * computing;                 // has one head
-  const auto few_groups = [&] {
-    return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(int64_t{parts} * forward.batch, heads_at_once) / 8));
-  };
+  const auto few_groups = [&] { return 1 + static_cast<int>(std::min<int64_t>(2, ceil_div(parts, heads_at_once) / 8)); };
   if (params.deterministic) {
     const bool descends = forward.window_right >= 0;
     order = descends ? TileOrder::kLastBlockFirst : TileOrder::kFirstBlockFirst;
     if (descends && Shape::kHeadDim > 64) heads_at_once = 1;
     if (!descends && Shape::kHeadDim != 128) heads_at_once = heads_of_rounds(2);
-  } else if (!counted && (parts == forward.heads_q || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
+  } else if (!counted && (one_head || (Shape::kHeadDim > 64 && Shape::kHeadDim <= 128))) {
     constexpr int kFewKeyBlocks = 8;
-    const bool one_head = parts == forward.heads_q;  // a task
     const bool four_rounds = Shape::kTellsEnds && (one_head ? 3 * key_blocks >= computing && !most_of_round : has_very_long_heads(forward));
-    double last_rounds = one_head || parts * forward.batch < heads_of_rounds(3) ? 1 : 1.25;
+    double last_rounds = one_head || parts < heads_of_rounds(3) ? 1 : 1.25;
     if (!Shape::kTellsEnds || rounds) last_rounds = 2;
     if (four_rounds) last_rounds = 4;
+    if (plan.whole > 0) last_rounds = 3;
     heads_at_once = is_long ? kLongHeadsAtOnce : heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
     together = std::max(static_cast<int>(ceil_div(heads_of_rounds(last_rounds), heads_at_once)), few_groups());
   } else {
     const int64_t query_heads =
         heads_in_l2(int64_t{forward.max_seqlen_q} * (2 * (forward.head_dim + forward.head_dim_v) + 4 * Shape::kDqColumns));
-    heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * parts / forward.heads_q), heads_at_once);
+    heads_at_once = std::max(static_cast<int>(std::min(kMostHeadsAtOnce, query_heads) * forward.heads_k * plan.splits / forward.heads_q),
+                             heads_at_once);
     if (Shape::kHeadDim <= 128 && most_of_round) heads_at_once = 1;
     if (is_long) heads_at_once = kLongHeadsAtOnce;
     if (int64_t{heads_at_once} * key_blocks <= computing) together = few_groups();
   }
-  return TileScheduler::make(order, key_blocks, parts * forward.batch, heads_at_once, together);
+  return TileScheduler::make(order, key_blocks, parts, heads_at_once, together);
 }
 
-// Of the heads of an order, as it counts them, the first so many that have probably no task left when the first of `computing` thread blocks finds
+// Of the parts of an order (its heads), the first so many that have probably no task left when the first of `computing` thread blocks finds
 // none any more: not those of the last group, nor any that have tasks at once at the end. At least so many come last whatever the order.
-inline int count_early_heads(const TileScheduler& scheduler, int computing, int last_heads) {
+inline int count_early_parts(const TileScheduler& scheduler, int computing, int last_parts) {
   const int at_once = static_cast<int>(ceil_div(computing, std::max(1, scheduler.blocks)));
-  return std::max(0, std::min(scheduler.last_group * scheduler.group, scheduler.heads - std::max(at_once, last_heads)));
+  return std::max(0, std::min(scheduler.last_group * scheduler.group, scheduler.heads - std::max(at_once, last_parts)));
 }
 
 // dQ, dK and dV. kInOrder: the kernel of deterministic mode.
@@ -249,18 +273,18 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.cap = ScoreCap::of(forward);
   arguments.dropout = DropoutRate::of(forward.dropout_p);
 
-  const int key_blocks = static_cast<int>(ceil_div(forward.max_seqlen_k, Shape::kTaskKeys)), parts = forward.heads_k * plan.splits;
-  const int64_t units = int64_t{key_blocks} * parts * forward.batch;
+  const int64_t units = ceil_div(forward.max_seqlen_k, Shape::kTaskKeys) * plan.parts;
   const bool may_round = Shape::kHeadDim <= 128 && forward.softcap == 0.f && forward.dropout_p == 0.f &&
                          has_many_tasks(units, multiprocessors(forward.device));
   const int rounding = may_round && plan.splits == 1 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
-  arguments.scheduler = choose_order<Shape>(params, key_blocks, parts, arguments.counts_units(), rounding > 0, computing);
+  arguments.scheduler = choose_order<Shape>(params, plan, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
-  arguments.shares = {plan.splits > 1 ? shares : nullptr, Divisor::of(plan.splits), plan.key_blocks};
+  const int group = forward.heads_q / forward.heads_k;
+  arguments.groups = {shares, Divisor::of(group), Divisor::of(plan.splits), Divisor::of(group / plan.splits), plan.whole, plan.key_blocks};
 
   const bool stores_lone = may_round && has_many_lone<Shape>(params);
-  arguments.dq_stages = choose_dq_stages<Shape>(params, plan.splits);
+  arguments.dq_stages = choose_dq_stages<Shape>(params, plan);
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
   // TUNING.md, "First and last kernel".
@@ -300,12 +324,13 @@ void launch_backward(HfFlash2BackwardParams params) {
                    RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
     }
   }
-  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
+  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * (int64_t{forward.heads_k} * forward.batch - plan.whole);
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
-  const int early_heads = asks ? count_early_heads(arguments.scheduler, computing, arguments.counts_units() ? parts : 1) : 0;
-  const int early_blocks = static_cast<int>(query_blocks / std::max(1, arguments.scheduler.heads) * early_heads);
-  const ConvertArguments convert{params, arguments.shares, arguments.query_blocks, early_blocks, stores_lone, asks};
+  const int last_parts = arguments.counts_units() ? forward.heads_k * plan.splits : 1;
+  const int early_parts = asks ? count_early_parts(arguments.scheduler, computing, last_parts) : 0;
+  const int early_blocks = static_cast<int>(ceil_div(forward.max_seqlen_q, Shape::kBlockM)) * arguments.groups.heads_before(early_parts);
+  const ConvertArguments convert{params, arguments.groups, arguments.query_blocks, early_blocks, stores_lone, asks};
   launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
 }

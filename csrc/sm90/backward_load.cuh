@@ -147,7 +147,7 @@ struct Loader {
     // The task is read again from where the others find it, as it takes more registers than the loader has.
     const auto load_keys = [&] {
       const BackwardTask task = BackwardTask::load(shared.task(), params);
-      const int head = arguments.shares.splits.quotient(task.part), end = task.k.start + task.k.length;
+      const int head = arguments.groups.group.quotient(task.first_head), end = task.k.start + task.k.length;
       const auto load_block = [&](uint32_t tile, int panels, const CUtensorMap* map, int key_block, int first, int columns) {
         const int row = arguments.map_rows_k - task.k.length + key_block * Shape::kBlockN;
         load_panels(tile, panels, Shape::kKeyPanelBytes, map, &arguments.zero_keys, arguments.map_rows_k, shared.keys_full(), row, end,

@@ -107,7 +107,7 @@ __device__ __forceinline__ void exponentiate(float (*scores)[4], const RowValues
 template <typename Shape>
 __device__ __forceinline__ auto draw_bits(const Dropout<Shape::kDropout, true>& dropout, const BackwardArguments& arguments,
                                           const BackwardTask& task, const BackwardTask::Step& at, int key) {
-  const int batch_head = task.batch * arguments.params.forward.heads_q + task.part * task.heads + at.head;
+  const int batch_head = task.batch * arguments.params.forward.heads_q + task.first_head + at.head;
   return dropout.template draw<1, Shape::kBlockM / 8>(batch_head, at.query_block * Shape::kBlockM, key - threadIdx.x % 32 / 4);
 }
 
@@ -158,16 +158,19 @@ template <typename Shape, typename T, int kTiles>
 __device__ __forceinline__ void store_key_gradient(const BackwardArguments& arguments, const HfFlash2Tensor& tensor, int first,
                                                    const float (&gradient)[kTiles][4], const BackwardTask& task, int key, int columns) {
   const int first_column = Shape::first_panel() * 64;
-  if (arguments.shares.split()) {
+  const GroupSplits& groups = arguments.groups;
+  // PERF: the same for a warp, as ptxas can see: groups at 1k 1 % faster.
+  const int heads = __shfl_sync(0xffffffffu, task.heads, 0);
+  if (groups.splits.divisor > 1 && heads < static_cast<int>(groups.group.divisor)) {
     if (Shape::kTaskBlocks > 1 && task.key_block * Shape::kBlockN >= task.k.length) return;  // the share there is of another sequence
-    T* share = arguments.shares.tile<Shape, T>(arguments.params.forward, task.batch, task.part, task.key_block) + first + first_column * 64;
+    T* share = groups.share<Shape, T>(arguments.params.forward, task.batch, task.first_head, task.key_block) + first + first_column * 64;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       __stcs(reinterpret_cast<uint2*>(share) + n * 128 + threadIdx.x % 128,
              make_uint2(pack<T>(gradient[n][0], gradient[n][1]), pack<T>(gradient[n][2], gradient[n][3])));
     return;
   }
-  T* rows = token_pointer<T>(tensor, task.batch, task.part, task.k.start) + first_column;
+  T* rows = token_pointer<T>(tensor, task.batch, groups.group.quotient(task.first_head), task.k.start) + first_column;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     store_row<true>(gradient, half, rows + (key + half * 8) * tensor.token_stride, key + half * 8 < task.k.length, columns - first_column);

@@ -12,26 +12,47 @@
 
 namespace hf_flash2::sm90 {
 
-// Where the query heads of a group, those that share a key head, are split among tasks (backward_launch.cuh says when): scratch for what each
-// split adds to dK and dV, behind the Workspace. Rounded to T each, as eager rounds what each head adds: fp32 would be twice the traffic.
-struct KeyGradientShares {
-  void* tiles;     // of T, [Hk, splits, blocks, kKeyGradientElements]: dK of a key block, then dV; null without splits
-  Divisor splits;  // of a group
-  int64_t blocks;  // key blocks of one head, over all sequences, numbered by first_block_of()
+// How the query heads of a group, those that share a key head, are split among tasks (backward_launch.cuh says when), and where: scratch for what
+// each split adds to dK and dV, behind the Workspace. Rounded to T each, as eager rounds what each head adds: fp32 would be twice the traffic.
+// Key heads are counted over the batch. A part is a key head whose group is whole, of the first ones, or behind these a split of another.
+struct GroupSplits {
+  void*
+      shares;  // of T, [key heads that are split, or Hk of a packed batch, splits, blocks, kKeyGradientElements]: dK of a key block, then dV
+  Divisor group;   // query heads of a key head
+  Divisor splits;  // of a group; one: no shares
+  Divisor heads;   // query heads of a split
+  int whole;       // key heads that are not split, where others are
+  int64_t blocks;  // key blocks of one head, of a sequence; of a packed batch over all of them, numbered by first_block_of()
 
   static int64_t count_blocks(const HfFlash2ForwardParams& params, int block_n) {
     if (params.sequences_k.cu_seqlens != nullptr) return params.total_k / block_n + params.batch;
-    return static_cast<int64_t>(params.batch) * ((params.max_seqlen_k + block_n - 1) / block_n);
+    return (params.max_seqlen_k + block_n - 1) / block_n;
+  }
+  static int64_t count_shared(const HfFlash2ForwardParams& params, int whole) {  // key heads with shares
+    return params.sequences_k.cu_seqlens != nullptr ? params.heads_k : int64_t{params.heads_k} * params.batch - whole;
   }
 
-  __host__ __device__ bool split() const { return splits.divisor > 1; }
+  // Query heads of each part of a key head, and of the first so many parts.
+  __host__ __device__ __forceinline__ int heads_of(int key_head) const {
+    return static_cast<int>(key_head < whole ? group.divisor : heads.divisor);
+  }
+  int heads_before(int part) const {
+    return std::min(part, whole) * static_cast<int>(group.divisor) + std::max(0, part - whole) * static_cast<int>(heads.divisor);
+  }
+  __device__ __forceinline__ void find(int part, int& key_head, int& split) const {
+    const int of_rest = splits.quotient(max(0, part - whole));
+    key_head = part < whole ? part : whole + of_rest;
+    split = part < whole ? 0 : part - whole - of_rest * static_cast<int>(splits.divisor);
+  }
 
-  // `part`: which split of which key head, counted over both. In the order of accumulators: 64 keys after 64 keys, of these 8 columns after 8
+  // The share of a task whose first query head is `head`. In the order of accumulators: 64 keys after 64 keys, of these 8 columns after 8
   // columns, of these a thread's four elements after each other.
   template <typename Shape, typename T>
-  __device__ __forceinline__ T* tile(const HfFlash2ForwardParams& params, int batch, int part, int key_block) const {
-    const int64_t first_block = first_block_of(params.sequences_k, batch, params.max_seqlen_k, Shape::kBlockN);
-    return static_cast<T*>(tiles) + (part * blocks + first_block + key_block) * Shape::kKeyGradientElements;
+  __device__ __forceinline__ T* share(const HfFlash2ForwardParams& params, int batch, int head, int key_block) const {
+    const bool packed = params.sequences_k.cu_seqlens != nullptr;
+    const int first_head = packed ? 0 : batch * params.heads_q - whole * static_cast<int>(group.divisor);
+    const int64_t first_block = packed ? first_block_of(params.sequences_k, batch, params.max_seqlen_k, Shape::kBlockN) : 0;
+    return static_cast<T*>(shares) + (heads.quotient(first_head + head) * blocks + first_block + key_block) * Shape::kKeyGradientElements;
   }
 };
 
@@ -42,7 +63,7 @@ struct BackwardArguments {
   const float* delta;                   // of the Workspace: to find it there takes registers that the loader has not
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
-  KeyGradientShares shares;
+  GroupSplits groups;
   int query_blocks;     // of all heads
   int task_blocks;      // thread blocks that compute
   int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
@@ -51,8 +72,8 @@ struct BackwardArguments {
   ScoreCap cap;
   DropoutRate dropout;
 
-  // Key heads, or splits of their groups: a task has a key block of one.
-  __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(shares.splits.divisor); }
+  // Parts of a sequence, where all groups are split alike.
+  __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(groups.splits.divisor); }
   // Only the device knows which of the scheduler's units there are.
   __host__ __device__ __forceinline__ bool counts_units() const { return have_lengths(params.forward.sequences_k); }
   template <typename Shape>
@@ -132,10 +153,10 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 // be seen. Before the end of the kernel that computes, in one that begins early, it may be asked because that lets the next begin only when the
 // kernel before it has cleared the semaphores.
 template <typename Shape>
-__device__ __forceinline__ bool has_ended(const HfFlash2BackwardParams& params, const KeyGradientShares& shares, int batch, int head) {
+__device__ __forceinline__ bool has_ended(const HfFlash2BackwardParams& params, const GroupSplits& groups, int batch, int head) {
   const HfFlash2ForwardParams& forward = params.forward;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
-  const int heads_of_part = forward.heads_q / (forward.heads_k * static_cast<int>(shares.splits.divisor));
+  const int heads_of_part = groups.heads_of(batch * forward.heads_k + groups.group.quotient(head));
   const int64_t first_tile = workspace.first_block(forward, batch, head / heads_of_part * heads_of_part, Shape::kBlockM);
   const int keys = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length;
   return semaphore_read(workspace.semaphore(first_tile, 1)) >= (keys + Shape::kBlockN - 1) / Shape::kBlockN;
@@ -150,7 +171,7 @@ __device__ __forceinline__ bool is_stored_by_task(const HfFlash2ForwardParams& f
 
 // A key block of a key head, and the query blocks that see it, of all query heads that share the key head or of a split of them.
 struct BackwardTask {
-  int batch, part, key_block, heads;  // part: which split of which key head (KeyGradientShares); heads: query heads of a part
+  int batch, first_head, key_block, heads;  // query heads, those of a part (GroupSplits)
   Sequence q, k;
   Mask mask;
   int query_block_begin, query_block_end;
@@ -160,13 +181,16 @@ struct BackwardTask {
 
   static constexpr int kBytes = 64;
 
-  // task_block: a block of kTaskKeys, of which a thread block of a cluster has the kBlockN of its rank.
+  // task_block: a block of kTaskKeys, of which a thread block of a cluster has the kBlockN of its rank. part: counted over the batch.
   template <typename Shape>
-  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int task_block, int batch_head) {
+  static __device__ __forceinline__ BackwardTask make(const BackwardArguments& arguments, int task_block, int part) {
     const HfFlash2BackwardParams& params = arguments.params;
     const HfFlash2ForwardParams& forward = params.forward;
-    const int parts = arguments.parts(), heads = forward.heads_q / parts;
-    const int batch = batch_head / parts, part = batch_head % parts;
+    const GroupSplits& groups = arguments.groups;
+    int key_head, split;
+    groups.find(part, key_head, split);
+    const int batch = key_head / forward.heads_k, heads = groups.heads_of(key_head);
+    const int first_head = (key_head - batch * forward.heads_k) * static_cast<int>(groups.group.divisor) + split * heads;
     const int key_block = task_block * Shape::kTaskBlocks + (Shape::kTaskBlocks > 1 ? cluster_rank() : 0),
               key_begin = key_block * Shape::kBlockN, task_begin = task_block * Shape::kTaskKeys;
     const Sequence q = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
@@ -181,7 +205,7 @@ struct BackwardTask {
     const int on = max(0, key_begin / Shape::kBlockM - query_block_begin);
     const bool round = arguments.first_stores && !params.deterministic && query_block_begin < query_block_end;
     return {batch,
-            part,
+            first_head,
             key_block,
             heads,
             q,
@@ -192,13 +216,13 @@ struct BackwardTask {
             round ? query_block_begin + on % (query_block_end - query_block_begin) : query_block_begin,
             mask.unmasked_query_block_begin(key_begin + Shape::kBlockN, Shape::kBlockM),
             mask.unmasked_query_block_end(key_begin, Shape::kBlockM),
-            static_cast<int>(workspace.first_block(forward, batch, part * heads, Shape::kBlockM)),
+            static_cast<int>(workspace.first_block(forward, batch, first_head, Shape::kBlockM)),
             static_cast<int>(workspace.blocks)};
   }
 
   // To shared memory and back: what load() does not find there is the same for every task of a call.
   __device__ __forceinline__ void store(uint32_t address) const {
-    store_shared(address, make_uint4(batch, part, key_block, mask.visible != nullptr));
+    store_shared(address, make_uint4(batch, first_head, key_block, mask.visible != nullptr));
     store_shared(address + 16, make_uint4(q.start, q.length, k.start, k.length));
     store_shared(address + 32, make_uint4(query_block_begin, query_block_end, query_block_first, first_tile));
     store_shared(address + 48, make_uint4(unmasked_begin, unmasked_end, heads, head_tiles));
@@ -266,7 +290,7 @@ struct BackwardTask {
       int query_block = query_block_first;
 #pragma unroll 1
       do {
-        f(step++, part * heads + head, query_block, first_tile + head * head_tiles + query_block);
+        f(step++, first_head + head, query_block, first_tile + head * head_tiles + query_block);
         if (++query_block == query_block_end) query_block = query_block_begin;
       } while (query_block != query_block_first);
     }
