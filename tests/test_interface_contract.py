@@ -587,7 +587,7 @@ def test_a_mask_that_ends_before_the_last_query_is_refused(past, device):
 @pytest.mark.parametrize("by_config", [False, True])
 def test_attention_probabilities_that_layers_are_not_told_of_are_not_promised(by_config, notices, device):
     """GPT-2 keeps the keyword to itself, and nobody hands on what a config says."""
-    model = tiny.model("llama" if by_config else "gpt2", device=device)
+    model = tiny.model("llama" if by_config else "gpt2", device=device, dtype=DTYPE)
     model(tiny.tokens(device))
     assert not notices()
     if by_config:
