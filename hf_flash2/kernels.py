@@ -139,7 +139,7 @@ class Layout:
         Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query
         row and head. On Hopper, where the query heads of a group are split among thread blocks (keys are few; or causal, from 1024 tokens
         and 3 to 5 heads a group on, from 16384 tokens and 2 to 5: then among up to 4; causal and deterministic: each alone): dk and dv once
-        more for every split. Dense and causal, at head dim 128, from 1024 tokens on, groups of 2 to 7 are split at the last key heads alone.
+        more for every split. Of groups of 2 to 7, dense and causal, at head dim 128, only those of the last key heads are split.
         """
         if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
             dout = dout.contiguous()

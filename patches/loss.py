@@ -20,7 +20,7 @@ from .. import cross_entropy, ops
 from ..notices import notice
 from .binding import by_name, upstream
 from .contract import CACHES
-from .packed import looks_at_rows, token_shape
+from .packed import looks_at_rows, token_shape, wants_router_logits
 
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
@@ -44,6 +44,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         and inputs.get("return_dict") is not False and inputs.get("encoder_hidden_states") is None
         and isinstance(inputs.get("logits_to_keep", 0), int) and not inputs.get("logits_to_keep")
         and model.loss_function is ForCausalLMLoss and not looks_at_rows(model.get_output_embeddings()) and not ops.is_transformed()
+        and not wants_router_logits(model, inputs)
     )  # fmt: skip
     if not only_the_loss:
         return upstream(model, **inputs)

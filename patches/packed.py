@@ -11,7 +11,7 @@ What has to be right for the result to be that of the padded run:
 * a cache could not be continued from packed keys, so a call that wants one runs padded;
 * a part of each sequence, under context parallelism, is not all that attention sees, so it runs padded, too;
 * another attention than ours, which the model may have been switched to since, need not know what cu_seq_lens are;
-* an adapter that has something for each row of a batch has to see these rows;
+* an adapter that has something for each row of a batch has to see these rows, as has a hook of the embedding;
 * inside torch.func.vmap nobody may ask how many real tokens there are, so all its transforms run padded.
 """
 
@@ -89,9 +89,8 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
         routes[layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
         return None
-    embeddings = module.get_input_embeddings()
-    if embeddings._forward_hooks and inputs.get("inputs_embeds") is None:  # NEFTune's noise, for one, depends on the length of a row
-        inputs = {**inputs, "input_ids": None, "inputs_embeds": embeddings(inputs["input_ids"])}
+    if _embeds_padded(module, inputs):
+        inputs = {**inputs, "input_ids": None, "inputs_embeds": module.get_input_embeddings()(inputs["input_ids"])}
     device = _tokens(inputs).device
     if inputs.get("position_ids") is None:
         inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=device).unsqueeze(0)}
@@ -130,10 +129,10 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with an adapter that looks at the rows of a batch"
     if inputs.get("cu_seq_lens_q") is not None:
         return "with documents"
-    if inputs.get("output_router_logits") or (
-        inputs.get("output_router_logits") is None and getattr(module.config, "output_router_logits", False)
-    ):
+    if wants_router_logits(module, inputs):
         return "with router logits"  # their loss weighs tokens by the padded mask
+    if _embeds_padded(module, inputs) and getattr(module, "embed_tokens_per_layer", None) is not None:
+        return "with a hook on its embedding, beside which it looks tokens up again"  # Gemma 3n and 4
     for name, x in inputs.items():
         per_token = isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[:2] == shape
         if name == "position_ids" and x is not None and (x.dim() != 2 or x.shape[1] != shape[1]):
@@ -170,6 +169,24 @@ def _rotates_by_length(config: PretrainedConfig) -> bool:
     rope = rope_parameters(config)
     kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
     return any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds)
+
+
+def wants_router_logits(model: PreTrainedModel, inputs: dict) -> bool:
+    asked = inputs.get("output_router_logits")
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+
+
+def _embeds_padded(module: PreTrainedModel, inputs: dict) -> bool:
+    """Whether a hook may change what its embedding returns by the length of a row, as NEFTune's noise does. That of gradient checkpointing
+    does not."""
+    hooks = module.get_input_embeddings()._forward_hooks.values()
+    return inputs.get("inputs_embeds") is None and not all(_only_asks_for_gradients(hook) for hook in hooks)
+
+
+def _only_asks_for_gradients(hook: object) -> bool:
+    """Transformers' and PEFT's hook, which sets requires_grad of the embedding's output."""
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return library in ("transformers", "peft") and getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def looks_at_rows(module: nn.Module) -> bool:

@@ -831,6 +831,23 @@ def test_router_logits_and_their_loss_are_those_of_the_padded_batch(configured, 
     assert report.forwards == {"with router logits" if configured and given is None or given else "packed": 1}
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its outputs have no router_logits")
+def test_router_logits_that_no_loss_is_made_of_are_handed_on():
+    torch.manual_seed(0)
+    sizes = {
+        name: 16 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size")
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(**_SIZES | {"num_key_value_heads": 4} | sizes | experts)
+    eager = transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation="eager").train()
+    model = copy.deepcopy(eager)
+    assert hf_flash2.patch(model, packed=True).loss == IN_CHUNKS
+    inputs = batch("right") | {"use_cache": False, "output_router_logits": True}
+    expected, found = (each(**inputs, labels=small_models.labels(inputs)) for each in (eager, model))
+    assert torch.allclose(found.loss, expected.loss)
+    assert len(found.router_logits) == len(expected.router_logits) == 1
+
+
 def test_a_mask_that_the_caller_has_made_runs_padded():
     """One for each type of layer, as Qwen 2 takes them, is no tensor."""
     eager = other_model("Qwen2")
@@ -991,6 +1008,49 @@ def test_hooks_of_the_embedding_see_padded_rows(family):
     labels = small_models.labels(inputs)
     assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
     assert report.forwards == {"packed": 1} and seen[0] == seen[1]
+
+
+def ask_for_gradients(model):
+    model.enable_input_require_grads()  # as gradient checkpointing and PEFT do
+
+
+def add_noise(model):
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "route"),
+    [
+        (ask_for_gradients, "packed"),
+        (add_noise, "with a hook on its embedding, beside which it looks tokens up again"),
+    ],
+)
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
+def test_tokens_that_are_looked_up_again_beside_a_hooked_embedding(family, hook, route):
+    """Without input_ids, Gemma 3n leaves its embeddings of each layer out, and Gemma 4 compares what it embedded with its vocabulary."""
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip("not in this Transformers")
+    text = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0, "sliding_window": 4}
+    of_family = {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [96, 96]}
+    config_class = getattr(transformers, f"{family}TextConfig")
+    config = config_class(
+        **_SIZES | text | (of_family if family == "Gemma3n" else {}), layer_types=["sliding_attention", "full_attention"]
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for weight in eager.parameters():  # some begin as zeros, which would hide others
+            weight.normal_(std=0.15)
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch("right") | {"use_cache": False}
+    labels = small_models.labels(inputs)
+    for each in (eager, model):
+        hook(each)
+    expected = loss_and_gradients(eager, **inputs, labels=labels)
+    assert expected["model.embed_tokens_per_layer.weight"].any()
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), expected)
+    assert report.forwards == {route: 1}
 
 
 def test_an_embedding_sees_real_tokens_alone_where_nobody_hooks_its_output():
