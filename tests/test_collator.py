@@ -6,6 +6,7 @@ from collections import UserDict
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import tiny_models as tiny
 import torch
@@ -473,3 +474,18 @@ def test_an_epoch_resumed_in_the_middle_on_two_processes():
         resumed.set_epoch(1)
         sampler.set_epoch(1)
         assert list(resumed) == whole[20:]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_tokens_before_those_of_a_packed_batch_are_refused(kind, packed):
+    """PEFT hands cu_seq_lens on as they are, so that every document would begin too early, and the last tokens be in none."""
+    model = tiny.model("llama", "eager" if packed else "hf_flash2")
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    if packed:
+        hf_flash2.patch(model, packed=True)
+    batch = PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [8, 3, 4]}])
+    with pytest.raises(
+        ValueError, match=r"has tokens \[1, 12\], but the seq_idx .* of \[1, 8\]; .*prompt and p-tuning\) needs padded batches"
+    ):
+        model(**batch, use_cache=False)
