@@ -350,10 +350,10 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
             f"cu_seq_lens_q and cu_seq_lens_k are one tensor, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
             f"in each of {q.shape[0]} rows; an adapter with keys of its own before the others (PEFT's prefix tuning) needs padded batches"
         )
-    numbers = kwargs.get("seq_idx")  # of the same documents, for layers that go by them
-    if isinstance(numbers, torch.Tensor) and numbers.shape != q.shape[:2]:
+    seq_idx = kwargs.get("seq_idx")  # numbers of the same documents, for layers that go by them
+    if isinstance(seq_idx, torch.Tensor) and seq_idx.shape != q.shape[:2]:
         raise ValueError(
-            f"{type(module).__name__} has tokens {list(q.shape[:2])}, but the seq_idx beside its cu_seq_lens is of {list(numbers.shape)}; "
+            f"{type(module).__name__} has tokens {list(q.shape[:2])}, but the seq_idx beside its cu_seq_lens is of {list(seq_idx.shape)}; "
             "an adapter with tokens of its own before the others (PEFT's prompt and p-tuning) needs padded batches"
         )
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q"), kwargs.get("max_length_k")

@@ -71,11 +71,10 @@ template <typename Shape>
 int choose_whole_groups(const HfFlash2ForwardParams& params, int multiprocessors) {
   constexpr double kSplitRounds = 1.5;
   constexpr int kShortest = 1024, kLong = 4096, kMostHeads = 7;
-  const bool dense = params.sequences_k.cu_seqlens == nullptr && !have_lengths(params.sequences_k);
   const int group = params.heads_q / params.heads_k, key_heads = params.heads_k * params.batch;
   const int seqlen = std::min(params.max_seqlen_q, params.max_seqlen_k);
-  if (Shape::kHeadDim != 128 || !is_triangular(params) || !dense || group == 1 || group > kMostHeads) return 0;
-  if (seqlen < kShortest || has_very_long_heads(params)) return 0;
+  if (Shape::kHeadDim != 128 || !is_triangular(params) || have_lengths(params.sequences_k)) return 0;
+  if (group == 1 || group > kMostHeads || seqlen < kShortest || has_very_long_heads(params)) return 0;
   const double key_blocks = static_cast<double>(ceil_div(params.max_seqlen_k, Shape::kBlockN));
   const int64_t split = std::max<int64_t>(1, std::lround(kSplitRounds * multiprocessors / key_blocks));
   return seqlen >= kLong || key_heads >= 4 * split ? static_cast<int>(std::max<int64_t>(0, key_heads - split)) : 0;
@@ -141,6 +140,7 @@ int choose_splits_in_order(const HfFlash2ForwardParams& params) {
 struct BackwardPlan {
   bool in_order;       // key blocks add to a tile of dQ one after the other
   int splits, whole;   // of a group's query heads, and for how many key heads not: GroupSplits
+  int64_t rest;        // the other key heads, counted over the batch
   int64_t key_blocks;  // of one head: GroupSplits::blocks
   int64_t parts;       // of all sequences
   int64_t shares_at;   // bytes of the workspace before the shares of dK and dV
@@ -154,19 +154,22 @@ struct BackwardPlan {
     plan.in_order = backward.deterministic || splits_in_order > 0;
     const int64_t query_tiles = ceil_div(params.max_seqlen_q, Shape::kBlockM) * params.heads_q * params.batch;
     check_count(query_tiles * Shape::kDqPieces * 2, "attention backward, sm90");  // chunks: rounding.cuh
-    plan.splits = splits_in_order > 0 ? splits_in_order
-                                      : choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN,
-                                                            multiprocessors(params.device) / Shape::kColumnParts);
     plan.whole = plan.in_order ? 0 : choose_whole_groups<Shape>(params, multiprocessors(params.device));
-    if (plan.whole > 0) plan.splits = params.heads_q / params.heads_k;
+    if (splits_in_order > 0)
+      plan.splits = splits_in_order;
+    else if (plan.whole > 0)
+      plan.splits = params.heads_q / params.heads_k;
+    else
+      plan.splits =
+          choose_group_splits(params, plan.in_order, Shape::kBlockM, Shape::kBlockN, multiprocessors(params.device) / Shape::kColumnParts);
+    plan.rest = int64_t{params.heads_k} * params.batch - plan.whole;
     plan.key_blocks = GroupSplits::count_blocks(params, Shape::kBlockN);
-    plan.parts = plan.whole + (int64_t{params.heads_k} * params.batch - plan.whole) * plan.splits;
+    plan.parts = plan.whole + plan.rest * plan.splits;
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.parts, "attention backward, sm90");
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
-    if (plan.splits > 1)
-      plan.workspace_bytes =
-          plan.shares_at + GroupSplits::count_shared(params, plan.whole) * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
+    const int64_t shared = params.sequences_k.cu_seqlens != nullptr ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
+    if (plan.splits > 1) plan.workspace_bytes = plan.shares_at + shared * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
     return plan;
   }
 };
@@ -324,7 +327,7 @@ void launch_backward(HfFlash2BackwardParams params) {
                    RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
     }
   }
-  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * (int64_t{forward.heads_k} * forward.batch - plan.whole);
+  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * plan.rest;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
   const int last_parts = arguments.counts_units() ? forward.heads_k * plan.splits : 1;

@@ -28,9 +28,6 @@ struct GroupSplits {
     if (params.sequences_k.cu_seqlens != nullptr) return params.total_k / block_n + params.batch;
     return (params.max_seqlen_k + block_n - 1) / block_n;
   }
-  static int64_t count_shared(const HfFlash2ForwardParams& params, int whole) {  // key heads with shares
-    return params.sequences_k.cu_seqlens != nullptr ? params.heads_k : int64_t{params.heads_k} * params.batch - whole;
-  }
 
   // Query heads of each part of a key head, and of the first so many parts.
   __host__ __device__ __forceinline__ int heads_of(int key_head) const {
