@@ -272,24 +272,40 @@ def test_dq_is_cleared_first_where_keys_are_many(deterministic, emulate):
     check(emulate("sm90", sample, resident=4, deterministic=deterministic), sample)
 
 
-def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int]:
-    """How many chunks of dq were rounded beside the tasks of a Hopper backward, as its scratch says, and how many there are."""
+def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int, int, int]:
+    """How many chunks of dq were rounded beside the tasks of a Hopper backward, as its scratch says, and how many there are; thread
+    blocks that have rounded, and tasks that have said that their shares are stored."""
     (block_m, _), columns, warps = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64, 12  # of a thread block
     tiles = len(case.lengths_q) * -(-max(case.lengths_q) // block_m) * case.heads[0]
-    ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(workspace + tiles * (block_m * (columns + 2) + SEMAPHORES) * 4)
+    semaphores = workspace + tiles * block_m * (columns + 2) * 4
+    stored = (ctypes.c_int32 * tiles).from_address(semaphores + 2 * tiles * 4)
+    ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(semaphores + SEMAPHORES * tiles * 4)
     written = [end for end in ends if end != -1]  # scratch is poisoned
     assert len(written) % warps == 0
-    return sum((end - begin) // len(written) for begin, end in enumerate(written)), tiles * block_m * columns // (64 * 32)
+    count = sum((end - begin) // len(written) for begin, end in enumerate(written))
+    return count, tiles * block_m * columns // (64 * 32), len(written) // warps, sum(stored)
 
 
-@pytest.mark.parametrize(  # in deterministic mode causal groups are split, and dq is left to the last kernel
-    ("causal", "heads", "deterministic"),
-    ((False, (16, 16), False), (False, (16, 16), True), (True, (8, 8), False), (True, (8, 8), True), (True, (16, 8), False)),
+ROUNDED_BESIDE = (  # causal, heads, lengths, deterministic, splits of a group
+    (False, (16, 16), (256,) * 2, False, 1),
+    (False, (16, 16), (256,) * 2, True, 1),
+    (True, (8, 8), (256,) * 4, False, 1),
+    (True, (8, 8), (256,) * 4, True, 1),
+    (True, (16, 8), (256,) * 4, False, 1),
+    (True, (16, 8), (256,) * 4, True, 2),
 )
-@pytest.mark.parametrize("head_dim", (64, 128))
-def test_dq_is_rounded_beside_tasks(head_dim, causal, heads, deterministic, emulate, library, monkeypatch):
-    """By thread blocks that do nothing else, while there are tasks; the rest by the last kernel."""
-    case = Case("rounded", head_dim, heads=heads, lengths_q=(256,) * (2 if heads == (16, 16) else 4), causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "heads", "lengths", "deterministic", "splits"),
+    (*((head_dim, *call) for head_dim in (64, 128) for call in ROUNDED_BESIDE), (128, True, (16, 2), (1024,), False, 4)),
+)
+def test_dq_is_rounded_beside_tasks(
+    head_dim, causal, heads, lengths, deterministic, splits, emulate, library, monkeypatch, backward_workspaces
+):
+    """By thread blocks that do nothing else, while there are tasks; the rest by the last kernel. Groups that are split leave shares of dk
+    and dv, which a kernel between the two adds; a task says that they are stored when its thread block has come to the end of the next."""
+    case = Case("rounded", head_dim, heads=heads, lengths_q=lengths, causal=causal)
     rounded = []
     backward = library.hf_flash2_backward
 
@@ -301,8 +317,11 @@ def test_dq_is_rounded_beside_tasks(head_dim, causal, heads, deterministic, emul
     monkeypatch.setattr(library, "hf_flash2_backward", recorded)
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=2, resident=16, deterministic=deterministic), sample)
-    [(count, chunks)] = rounded
+    [(count, chunks, rounding, stored)] = rounded
+    tasks = len(lengths) * (lengths[0] // 128) * heads[1] * splits
     assert 0 < count < chunks
+    assert stored == (tasks - (16 - rounding) if splits > 1 else 0)
+    assert [group_splits(x, case, lengths[0], lengths[0]) for x in backward_workspaces] == [splits]
 
 
 @pytest.mark.parametrize("deterministic", (False, True))

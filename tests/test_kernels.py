@@ -665,14 +665,22 @@ def test_nothing_before_a_large_tensor_is_read(head_dims, causal, family, device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("seqlen", "group", "heads_k", "padded"),
-    ((16384, 8, 2, False), (32768, 8, 1, True), (1024, 2, 52, False), (4096, 7, 4, False), (8192, 3, 2, False)),
+    ("head_dim", "seqlen", "group", "heads_k", "padded"),
+    (
+        (128, 16384, 8, 2, False),
+        (128, 32768, 8, 1, True),
+        (128, 1024, 2, 52, False),
+        (128, 4096, 7, 4, False),
+        (128, 8192, 3, 2, False),
+        (128, 2048, 8, 8, False),
+        (96, 1024, 4, 36, False),
+        (64, 2048, 8, 12, True),
+    ),
 )
-def test_long_groups_have_the_gradients_of_their_heads(seqlen, group, heads_k, padded, family, device):
+def test_long_groups_have_the_gradients_of_their_heads(head_dim, seqlen, group, heads_k, padded, family, device):
     """On Hopper, tasks have several heads of a group there, in another order and with other stages of dQ: all of them
-    (has_very_long_heads), or the first (choose_whole_groups)."""
+    (has_very_long_heads), or the first (choose_whole_groups). In the last three cases dQ is rounded beside tasks that leave shares."""
     torch.cuda.empty_cache()
-    head_dim = 128
     heads = (heads_k * group, heads_k, heads_k, heads_k * group)
     q, k, v, dout = (torch.randn(2, seqlen, n, head_dim, device=device, dtype=torch.bfloat16).requires_grad_() for n in heads)
     ranges = torch.tensor(((100, 0), (seqlen - 100, seqlen // 3)), dtype=torch.int32, device=device)  # starts, lengths

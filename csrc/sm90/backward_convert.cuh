@@ -1,5 +1,6 @@
 // The last kernel of the Hopper backward: gradients to their dtype, dQ from its accumulator, dK and dV from their shares where there are some.
-// Where thread blocks of the main kernel have rounded dQ, round_rest_kernel (rounding.cuh) stands in its place.
+// Where thread blocks of the main kernel have rounded dQ, round_rest_kernel (rounding.cuh) does the rest of it, and this one, before that, only
+// has the shares.
 #pragma once
 #include "device/grid_dependency.cuh"
 #include "sm90/backward_task.cuh"
@@ -10,10 +11,10 @@ namespace hf_flash2::sm90 {
 struct ConvertArguments {
   HfFlash2BackwardParams params;
   GroupSplits groups;
-  int query_blocks;  // thread blocks for dQ; those behind them are for dK and dV
+  int query_blocks;  // thread blocks for dQ, or none; those behind them are for dK and dV
   int early_blocks;  // the first of these, by QueryBlock: probably no task will add to them when the last tasks still run
   bool stores_lone;  // the main kernel has stored dQ of lone query blocks
-  bool asks;         // which thread blocks ask (has_ended, is_complete) that begin before all tasks have ended
+  bool asks;         // which thread blocks ask (have_all, is_complete) that begin before all tasks have ended
 };
 
 // In order, above head dim 128: whether all key blocks that come to a tile have added to all parts of it, and passed on their turns.
@@ -45,7 +46,7 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   const int piece = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const Workspace workspace(params, kBlockM, Shape::kDqColumns);
   const int64_t tile = workspace.first_block(forward, batch, head, kBlockM) + at.number;
-  if (arguments.asks && !(Shape::kTellsEnds ? has_ended<Shape>(params, arguments.groups, batch, head)
+  if (arguments.asks && !(Shape::kTellsEnds ? have_all<Shape>(kAdded, params, arguments.groups, batch, head)
                                             : is_complete<Shape>(forward, workspace, batch, seq, row_begin, tile)))
     wait_for_kernel_before();
   const float* accumulated = workspace.dq + tile * kBlockM * Shape::kDqColumns + piece * Shape::kDqPieceFloats;
@@ -69,21 +70,29 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
 // dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
 // the elements that it held as a consumer; `block` counts thread blocks.
 template <typename Shape, typename T>
-__device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params, const GroupSplits& groups, int block) {
+__device__ __forceinline__ void add_shares(const ConvertArguments& arguments, int block, bool asks) {
   constexpr int kColumns = 32, kPieceElements = 64 * kColumns;
+  const HfFlash2BackwardParams& params = arguments.params;
   const HfFlash2ForwardParams& forward = params.forward;
+  const GroupSplits& groups = arguments.groups;
+  const int splits = static_cast<int>(groups.splits.divisor), heads = static_cast<int>(groups.heads.divisor);
   const int key_blocks = (forward.max_seqlen_k + Shape::kBlockN - 1) / Shape::kBlockN, tile = block / Shape::kShareThreadBlocks;
   const int key_block = tile % key_blocks, key_head = groups.whole + tile / key_blocks;
-  const int head = key_head % forward.heads_k, batch = key_head / forward.heads_k;
+  const int head = key_head % forward.heads_k, batch = key_head / forward.heads_k,
+            first_head = head * static_cast<int>(groups.group.divisor);
   const int piece = block % Shape::kShareThreadBlocks * Shape::kDqPieces + threadIdx.x / 128, thread = threadIdx.x % 128;
   const Sequence seq = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k);
   if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientElements / kPieceElements) return;
 
+  if (Shape::kTellsEnds && asks) {
+    bool stored = true;
+    for (int split = 0; split < splits; ++split) stored &= have_all<Shape>(kStored, params, groups, batch, first_head + split * heads);
+    if (!stored) wait_for_kernel_before();
+  }
   float sum[kColumns / 8][4] = {};
 #pragma unroll 1  // two at a time take 6 registers more, which dQ pays for as well
-  for (int split = 0; split < static_cast<int>(groups.splits.divisor); ++split) {
-    const int first_head = head * static_cast<int>(groups.group.divisor) + split * static_cast<int>(groups.heads.divisor);
-    const T* share = groups.share<Shape, T>(forward, batch, first_head, key_block) + piece * kPieceElements;
+  for (int split = 0; split < splits; ++split) {
+    const T* share = groups.share<Shape, T>(forward, batch, first_head + split * heads, key_block) + piece * kPieceElements;
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       const uint2 x = reinterpret_cast<const uint2*>(share)[n * 128 + thread];
@@ -105,16 +114,18 @@ __device__ __forceinline__ void add_shares(const HfFlash2BackwardParams& params,
 }
 
 // Thread blocks come to multiprocessors that have no task left, while others still compute: they begin with what is done, the last of it first, as
-// L2 still holds that, and only the others wait. The last one waits in any case: the end of this kernel says that the backward has ended.
+// L2 still holds that, and only the others wait: those for dK and dV, if there are some for dQ. The last one waits in any case: the end of this
+// kernel says that the backward has ended.
 // PERF: d 128 causal, 64/8 heads at 1k, 2k, 4k 5 2 1 %. TUNING.md, "First and last kernel".
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {
   const int i = blockIdx.x, early = arguments.early_blocks, end = arguments.query_blocks;
-  if (!arguments.asks || i >= end || i == gridDim.x - 1) wait_for_kernel_before();
+  const bool asks = arguments.asks && i != gridDim.x - 1 && (i < end || end == 0);
+  if (!asks) wait_for_kernel_before();
   if (i < end)
     convert_query_gradient<Shape, T>(arguments, i < early ? early - 1 - i : end - 1 - (i - early));
   else
-    add_shares<Shape, T>(arguments.params, arguments.groups, i - end);
+    add_shares<Shape, T>(arguments, i - end, asks);
 }
 
 }  // namespace hf_flash2::sm90

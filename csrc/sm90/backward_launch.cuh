@@ -85,9 +85,10 @@ inline bool has_many_tasks(int64_t tasks, int multiprocessors) { return tasks >=
 
 // How many multiprocessors round dQ while the others compute (rounding.cuh), so that they keep up: a tile takes them kRoundingTime, the others
 // one for each key block that comes to it. None where half of one would do. Not for few tasks: what ends with the last is not rounded there.
-// Nor in padded batches above d 64, where zeros are in the way of both (to 1k, 4k, 8k 1 to 3 % slower with some, to 2k level).
+// Nor in padded batches above d 64, where zeros are in the way of both (to 1k, 4k, 8k 1 to 3 % slower with some, to 2k level), and behind whole
+// groups (0 to 2 %).
 // PERF: one multiprocessor rounds 60 GB of sums a second, all of them, in the last kernel, 2500: memory's limit. 1 to 8 %, the shorter the more.
-// TUNING.md, "dQ rounded beside", also for what was tried.
+// TUNING.md, "dQ rounded beside", also for what was tried; of split groups "Groups split among tasks".
 template <typename Shape>
 int choose_rounding_blocks(const HfFlash2ForwardParams& params, int multiprocessors) {
   constexpr double kRoundingTime = 0.21;  // of a tile, in that of a query block of a task
@@ -192,7 +193,7 @@ int choose_dq_stages(const HfFlash2BackwardParams& params, const BackwardPlan& p
 // do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last groups
 // are made one, as short tasks are left for the end:
 // - The last two rounds; the last only, if multiprocessors that have no task left find something to convert (convert_kernel), which the last
-//   group is not.
+//   group is not, or shares to add.
 // - Of long heads the last three, as each multiprocessor then has one of the last, and those that come late, as no two tasks take the same time,
 //   have the others wait. Of few groups fewer, as L2 holds less of what these heads read and add.
 // - Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends.
@@ -231,7 +232,7 @@ TileScheduler choose_order(const HfFlash2BackwardParams& params, const BackwardP
     constexpr int kFewKeyBlocks = 8;
     const bool four_rounds = Shape::kTellsEnds && (one_head ? 3 * key_blocks >= computing && !most_of_round : has_very_long_heads(forward));
     double last_rounds = one_head || parts < heads_of_rounds(3) ? 1 : 1.25;
-    if (!Shape::kTellsEnds || rounds) last_rounds = 2;
+    if (!Shape::kTellsEnds || (rounds && one_head)) last_rounds = 2;
     if (four_rounds) last_rounds = 4;
     if (plan.whole > 0) last_rounds = 3;
     heads_at_once = is_long ? kLongHeadsAtOnce : heads_of_rounds(one_head && key_blocks <= kFewKeyBlocks ? 0.5 : 0.25);
@@ -279,7 +280,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   const int64_t units = ceil_div(forward.max_seqlen_k, Shape::kTaskKeys) * plan.parts;
   const bool may_round = Shape::kHeadDim <= 128 && forward.softcap == 0.f && forward.dropout_p == 0.f &&
                          has_many_tasks(units, multiprocessors(forward.device));
-  const int rounding = may_round && plan.splits == 1 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
+  const int rounding = may_round && plan.whole == 0 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   arguments.scheduler = choose_order<Shape>(params, plan, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
@@ -298,6 +299,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   // The first kernel starts in order, so that all older than the backward is there for the others, too, before they wait for anything.
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   arguments.query_blocks = static_cast<int>(query_blocks), arguments.rounding_blocks = rounding;
+  arguments.tells_stored = rounding > 0 && plan.splits > 1;
   arguments.task_blocks = static_cast<int>(std::min<int64_t>(units, computing)) * Shape::kCluster;
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
@@ -319,23 +321,25 @@ void launch_backward(HfFlash2BackwardParams params) {
   }
   compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
           BackwardShared<Shape>::kMostBytes, false);
-  if constexpr (Shape::kHeadDim <= 128) {
-    if (rounding > 0) {
-      auto* round = stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>
-                                : launch<round_rest_kernel<Shape, T>, BackwardArguments>;
-      return round(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)), Shape::kThreads,
-                   RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
-    }
-  }
   const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * plan.rest;
   const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
   const int last_parts = arguments.counts_units() ? forward.heads_k * plan.splits : 1;
   const int early_parts = asks ? count_early_parts(arguments.scheduler, computing, last_parts) : 0;
   const int early_blocks = static_cast<int>(ceil_div(forward.max_seqlen_q, Shape::kBlockM)) * arguments.groups.heads_before(early_parts);
-  const ConvertArguments convert{params, arguments.groups, arguments.query_blocks, early_blocks, stores_lone, asks};
-  launch<convert_kernel<Shape, T>>(convert, query_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
-                                   "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
+  const int convert_blocks = rounding > 0 ? 0 : arguments.query_blocks;
+  const ConvertArguments convert{params, arguments.groups, convert_blocks, early_blocks, stores_lone, asks};
+  if (convert_blocks + share_blocks > 0)
+    launch<convert_kernel<Shape, T>>(convert, convert_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
+                                     "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
+  if constexpr (Shape::kHeadDim <= 128) {
+    if (rounding > 0) {
+      auto* round = stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>
+                                : launch<round_rest_kernel<Shape, T>, BackwardArguments>;
+      round(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)), Shape::kThreads,
+            RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
+    }
+  }
 }
 
 // Calls f(shape) with the tiles for this call.

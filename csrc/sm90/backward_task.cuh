@@ -65,6 +65,7 @@ struct BackwardArguments {
   int task_blocks;      // thread blocks that compute
   int rounding_blocks;  // those behind them, which round dQ: rounding.cuh
   int dq_stages;        // of dQ in shared memory, on its way out
+  bool tells_stored;    // tasks say kStored
   bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
   ScoreCap cap;
   DropoutRate dropout;
@@ -138,7 +139,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;
-  static constexpr bool kTellsEnds = kHeadDim <= 128;  // of tasks, when what they add to dQ can be seen: has_ended()
+  static constexpr bool kTellsEnds = kHeadDim <= 128;  // of tasks, when what they add to dQ can be seen: have_all()
   static_assert(kBlockM == 64 || (kBlockM == 128 && kPanels == 1), "a row or a column of pieces");
   static constexpr int kLoaderRegisters = kCluster > 1 ? 40 : 24;  // with 24 the loader of a cluster spills 200 to 340 bytes
   static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
@@ -146,17 +147,20 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
                 "what a block has got at its launch; to take more hangs");
 };
 
-// Whether no task will add to the dQ of a query head any more: those of its part have all said that they have ended. Then what they have added can
-// be seen. Before the end of the kernel that computes, in one that begins early, it may be asked because that lets the next begin only when the
-// kernel before it has cleared the semaphores.
+// What the tasks of a part say, each by a turn of a semaphore of its first tile: kAdded, that it has added all it adds to dQ; kStored, that its
+// shares of dK and dV are stored, where dQ is rounded beside; not of a thread block's last task.
+constexpr int kAdded = 1, kStored = 2;
+
+// Whether all tasks of the part of a query head have said so. Then what they have added or stored can be seen. Before the end of the kernel that
+// computes, in one that begins early, it may be asked because that lets the next begin only when the kernel before it has cleared the semaphores.
 template <typename Shape>
-__device__ __forceinline__ bool has_ended(const HfFlash2BackwardParams& params, const GroupSplits& groups, int batch, int head) {
+__device__ __forceinline__ bool have_all(int said, const HfFlash2BackwardParams& params, const GroupSplits& groups, int batch, int head) {
   const HfFlash2ForwardParams& forward = params.forward;
   const Workspace workspace(params, Shape::kBlockM, Shape::kDqColumns);
   const int heads_of_part = groups.heads_of(batch * forward.heads_k + groups.group.quotient(head));
   const int64_t first_tile = workspace.first_block(forward, batch, head / heads_of_part * heads_of_part, Shape::kBlockM);
   const int keys = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length;
-  return semaphore_read(workspace.semaphore(first_tile, 1)) >= (keys + Shape::kBlockN - 1) / Shape::kBlockN;
+  return semaphore_read(workspace.semaphore(first_tile, said)) >= (keys + Shape::kBlockN - 1) / Shape::kBlockN;
 }
 
 // Whether the task of the first key block has stored dQ of a query block of `q`, as no other comes to it (StoresLone).

@@ -43,7 +43,7 @@ struct RoundingChunk {
     if (!found.here) return found;
 
     if constexpr (kBeside) {
-      found.done = has_ended<Shape>(arguments.params, arguments.groups, at.batch, at.head);
+      found.done = have_all<Shape>(kAdded, arguments.params, arguments.groups, at.batch, at.head);
     } else {
       found.here = chunk >= workspace.rounded[chunk % (arguments.rounding_blocks * Sizes::kWarps)];
     }
