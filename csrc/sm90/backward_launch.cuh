@@ -177,12 +177,13 @@ struct BackwardPlan {
 
 // Stages of dQ in shared memory: with two, the consumers need not wait until a piece has left, and another warp watches its turns. One where the
 // heads of a group are split among tasks, which then come to the same tiles closer after each other, and in short padded batches, where what is
-// stored to a tile first waits behind zeros; but two for very long heads and whole groups, whose tasks are far apart.
-// PERF: d 96 and 128 0 to 3 %; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
+// stored to a tile first waits behind zeros; but two for very long heads and whole groups, whose tasks are far apart, and for few tasks.
+// PERF: d 96 and 128 0 to 3 %, few tasks 0 to 6; in these other calls 3 to 8 % slower. TUNING.md, "Who adds to dQ".
 template <typename Shape>
-int choose_dq_stages(const HfFlash2BackwardParams& params, const BackwardPlan& plan) {
-  constexpr int kShort = 1024;
-  const bool close = plan.splits > 1 && plan.whole == 0 && !has_very_long_heads(params.forward);
+int choose_dq_stages(const HfFlash2BackwardParams& params, const BackwardPlan& plan, int64_t tasks) {
+  constexpr int kShort = 1024, kFewRounds = 3;
+  const bool few = tasks <= int64_t{kFewRounds} * multiprocessors(params.forward.device);
+  const bool close = plan.splits > 1 && plan.whole == 0 && !has_very_long_heads(params.forward) && !few;
   return close || (may_have_gaps(params) && params.forward.max_seqlen_k <= kShort) ? 1 : Shape::kDqStages;
 }
 
@@ -288,7 +289,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.groups = {shares, Divisor::of(group), Divisor::of(plan.splits), Divisor::of(group / plan.splits), plan.whole, plan.key_blocks};
 
   const bool stores_lone = may_round && has_many_lone<Shape>(params);
-  arguments.dq_stages = choose_dq_stages<Shape>(params, plan);
+  arguments.dq_stages = choose_dq_stages<Shape>(params, plan, units);
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
   // TUNING.md, "First and last kernel".
