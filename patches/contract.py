@@ -42,6 +42,8 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         missing.append(CACHES[-1])
     if missing:
         return f"the forward of its {name} has no {', '.join(missing)}"
+    if "start_positions" in inspect.signature(type(model).forward).parameters:
+        return "its head chooses among all positions of a row, and at padding a packed model has zeros"
     layers = getattr(base.config, "num_hidden_layers", None)
     if layers is None and base.config.sub_configs:
         return (
@@ -60,13 +62,13 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return f"its {name} does not make Transformers' causal mask itself, the one that packing knows how to replace"
     if "create_causal_mask" not in makers or makers - _MASKS - {"create_bidirectional_mask"}:  # that one: GPT-2's, of the encoder's tokens
         return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers))})"
-    if leaves_window_to_mask(base.config):
+    if "create_sliding_window_causal_mask" in makers and leaves_window_to_mask(base.config):  # else no layer has that window
         return "its layers leave their sliding window to the mask, and packed rows have none"
+    if "mrope_section" in rope_parameters(base.config):
+        return "its positions have several axes"
     other_use = _other_use_of_the_mask(type(base))
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
-    if "mrope_section" in rope_parameters(base.config):
-        return "its positions have several axes"
     return None
 
 

@@ -46,7 +46,9 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
             for evaluation with use_cache=False; calls with a cache run padded. Positions are those of the padded batch. In training with
             labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label.
             Equal to the padded run with two exceptions, both about labels at padding: a token is not predicted from padding before it (the
-            first label of a left-padded row, unless it is -100), and labels that padding itself would have to predict do not count.
+            first label of a left-padded row, unless it is -100), and labels that padding itself would have to predict do not count. As
+            without packed, what a head makes of padding itself is implementation-defined: heads that choose among all positions of a row
+            (question answering) are refused.
         keep_logits: with packed, compute logits in training too, and the loss from them, as Transformers does.
     Raises:
         ValueError: the model's attention cannot run on hf_flash2, or its decoder not packed, with the reason; it is then as it was.

@@ -1510,6 +1510,31 @@ def test_positions_of_several_axes_are_refused():
     assert "its positions have several axes" in refusal(model)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its text model takes other positions")
+def test_positions_of_several_axes_are_the_reason_where_the_mask_is_handed_on():
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextModel
+
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    model = Qwen3VLTextModel._from_config(Qwen3VLTextConfig(**_SIZES | {"rope_parameters": rope}), attn_implementation="eager")
+    with pytest.raises(ValueError, match="Qwen3VLTextModel cannot run packed: its positions have several axes"):
+        hf_flash2.patch(model, packed=True)
+
+
+def test_heads_that_choose_among_positions_are_refused():
+    """A softmax over a row would see the zeros at its padding."""
+    model = transformers.LlamaForQuestionAnswering(small_models.config("llama")).eval()
+    with pytest.raises(ValueError, match="LlamaForQuestionAnswering cannot run packed: its head chooses among all positions of a row"):
+        hf_flash2.patch(model, packed=True)
+
+
+def test_a_window_that_no_layer_has_is_no_reason():
+    eager, model, report = twins("llama", sliding_window=2)
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
+    assert report.forwards == {"packed": 1}
+
+
 class CountsTheMask(LlamaModel):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
         lengths = attention_mask.sum(-1)
