@@ -324,6 +324,17 @@ def test_dq_is_rounded_beside_tasks(
     assert [group_splits(x, case, lengths[0], lengths[0]) for x in backward_workspaces] == [splits]
 
 
+@pytest.mark.parametrize("form", ("packed", "ranges"))
+def test_shares_of_sequences_without_queries_beside_rounding(form, emulate):
+    """Nothing clears the semaphores of such a sequence: who adds its shares must not ask them. In order, each query head has shares."""
+    queries, keys = (0, 5, 64, 0, 129, 77, 256, 0), (7, 0, 64, 0, 200, 31, 256, 130)
+    options = {"padding": "mixed"} if form == "ranges" else {}
+    case = Case("no_queries", 64, heads=(8, 2), lengths_q=queries, lengths_k=keys, form=form, causal=True, **options)
+    sample = Sample(case, torch.bfloat16, CPU)
+    for seed in range(3):
+        check(emulate("sm90", sample, emulated.WIDE_HOPPER, seed=seed, resident=16, deterministic=True), sample)
+
+
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in KERNEL_HEAD_DIMS), (64, torch.float16), (192, torch.float16)]

@@ -1,5 +1,5 @@
 // FlashAttention-2 backward for Hopper, head dims to 128: TMA loads, wgmma products, warpgroups with roles. Dao, arXiv 2307.08691, algorithm 2.
-// Launched by backward_launch.cuh between preprocess_kernel (delta) and the last kernel, convert_kernel or round_rest_kernel.
+// Launched by backward_launch.cuh between preprocess_kernel (delta) and the last kernel: convert_kernel, round_rest_kernel, or both.
 //
 // A task is 128 keys of one key head. A thread block keeps their dK and dV in registers while the query blocks that see them stream by, over
 // all query heads that share the key head, or a split of them: dK and dV are reduced over these in place. Two warpgroups compute, 64 keys

@@ -85,8 +85,10 @@ __device__ __forceinline__ void add_shares(const ConvertArguments& arguments, in
   if (key_block * Shape::kBlockN >= seq.length || piece >= Shape::kKeyGradientElements / kPieceElements) return;
 
   if (Shape::kTellsEnds && asks) {
-    bool stored = true;
-    for (int split = 0; split < splits; ++split) stored &= have_all<Shape>(kStored, params, groups, batch, first_head + split * heads);
+    // Of a sequence without queries nothing has cleared the semaphores, and no task says anything.
+    bool stored = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q).length > 0;
+    for (int split = 0; stored && split < splits; ++split)
+      stored = have_all<Shape>(kStored, params, groups, batch, first_head + split * heads);
     if (!stored) wait_for_kernel_before();
   }
   float sum[kColumns / 8][4] = {};
@@ -115,7 +117,7 @@ __device__ __forceinline__ void add_shares(const ConvertArguments& arguments, in
 
 // Thread blocks come to multiprocessors that have no task left, while others still compute: they begin with what is done, the last of it first, as
 // L2 still holds that, and only the others wait: those for dK and dV, if there are some for dQ. The last one waits in any case: the end of this
-// kernel says that the backward has ended.
+// kernel says that the main one has ended, also to round_rest_kernel.
 // PERF: d 128 causal, 64/8 heads at 1k, 2k, 4k 5 2 1 %. TUNING.md, "First and last kernel".
 template <typename Shape, typename T>
 __global__ void __launch_bounds__(Shape::kDqPieces * 128) convert_kernel(const __grid_constant__ ConvertArguments arguments) {

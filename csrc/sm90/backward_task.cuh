@@ -148,11 +148,12 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 };
 
 // What the tasks of a part say, each by a turn of a semaphore of its first tile: kAdded, that it has added all it adds to dQ; kStored, that its
-// shares of dK and dV are stored, where dQ is rounded beside; not of a thread block's last task.
+// shares of dK and dV are stored, where dQ is rounded beside; not of a thread block's last task. Of tasks without queries nothing may be said.
 constexpr int kAdded = 1, kStored = 2;
 
-// Whether all tasks of the part of a query head have said so. Then what they have added or stored can be seen. Before the end of the kernel that
-// computes, in one that begins early, it may be asked because that lets the next begin only when the kernel before it has cleared the semaphores.
+// Whether all tasks of the part of a query head have said so, of a sequence that has queries: else nothing clears its semaphores. Then what they
+// have added or stored can be seen. Before the end of the kernel that computes, in one that begins early, it may be asked because that lets the
+// next begin only when the kernel before it has cleared the semaphores.
 template <typename Shape>
 __device__ __forceinline__ bool have_all(int said, const HfFlash2BackwardParams& params, const GroupSplits& groups, int batch, int head) {
   const HfFlash2ForwardParams& forward = params.forward;
