@@ -33,6 +33,7 @@ FAULTS = {
     "no kernel wait": "the end of the block before griddepcontrol.wait",
     "unheeded": "(after a semaphore of the past, the end of the block|the end of the kernel) before griddepcontrol.wait",
     "early access": "ld.acquire before griddepcontrol.wait",
+    "uncleared": "ld.acquire of a semaphore that nothing has cleared",
     "no read wait": "ends before a bulk copy has read its shared memory",
     "no product barrier": r"a race: warp \d reads shared address 0x\w+, which warp \d wrote, with no barrier between",
     "untold reload": r"a race: warp 0 writes shared address 0x\w+, which warp 3 reads, with no barrier between|read while a copy into it",

@@ -39,6 +39,7 @@ enum Fault {
   kNoKernelWait,      // the kernel, which is launched early, ends without a wait for the one before
   kUnheeded,          // the same, of a kernel that reads a semaphore first
   kEarlyAccess,       // or reads a semaphore before that wait, and the one before has let it begin before it had waited itself
+  kUncleared,         // or reads a semaphore that holds what scratch is poisoned with
   kNoReadWait,        // a thread ends while the copy engine still has to read its shared memory
   kNoProductBarrier,  // wgmma reads what other warps have stored, and no barrier says that they have
   kUntoldReload,      // B is loaded anew when one warp is done with it, and no barrier says that another is
@@ -60,7 +61,10 @@ __global__ void before_kernel(const __grid_constant__ Arguments arguments) {
   if (arguments.fault != kEarlyAccess) wait_for_kernel_before();
   let_next_kernel_begin();
   wait_for_kernel_before();
-  if (threadIdx.x == 0) semaphore_pass(semaphore_of(arguments));
+  if (arguments.fault == kUncleared)
+    *semaphore_of(arguments) = -1;
+  else if (threadIdx.x == 0)
+    semaphore_pass(semaphore_of(arguments));
 }
 
 constexpr int kTileBytes = 64 * 128, kSharedBytes = 2 * kTileBytes + 16;
