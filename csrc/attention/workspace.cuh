@@ -11,7 +11,7 @@ struct Workspace {
 
   float* delta;         // [H, blocks, block_m]: rowsum(dO * O) - dlse, then lse * log2e, each block_m floats (see preprocess.cuh)
   float* dq;            // [H, blocks, block_m * columns]: dQ / softmax_scale, in the accumulation order of the kernel family
-  int32_t* semaphores;  // [kSemaphores, H, blocks]: who may write to a block of dq, or to a part of it, when; see preprocess.cuh
+  int32_t* semaphores;  // [kSemaphores, H, blocks]: who may write to a part of dq, when, and what tasks say; see preprocess.cuh
   int32_t* rounded;     // [kMostRoundingWarps]: how far each has come
   int32_t* next_unit;   // one: how many key blocks have been taken by thread blocks that take one after another; zero at first
   int64_t blocks;       // query blocks of one head, over all sequences

@@ -194,7 +194,7 @@ int choose_dq_stages(const HfFlash2BackwardParams& params, const BackwardPlan& p
 // do not use it. So groups are small: a quarter of a round over the multiprocessors, half of one where heads have few key blocks. The last groups
 // are made one, as short tasks are left for the end:
 // - The last two rounds; the last only, if multiprocessors that have no task left find something to convert (convert_kernel), which the last
-//   group is not, or shares to add.
+//   group is not, or, of tasks of several query heads, shares to add.
 // - Of long heads the last three, as each multiprocessor then has one of the last, and those that come late, as no two tasks take the same time,
 //   have the others wait. Of few groups fewer, as L2 holds less of what these heads read and add.
 // - Where a head has a third of a round or more, the last four rounds, as fewer heads are left to even out their ends.
@@ -330,9 +330,8 @@ void launch_backward(HfFlash2BackwardParams params) {
   const int early_blocks = static_cast<int>(ceil_div(forward.max_seqlen_q, Shape::kBlockM)) * arguments.groups.heads_before(early_parts);
   const int convert_blocks = rounding > 0 ? 0 : arguments.query_blocks;
   const ConvertArguments convert{params, arguments.groups, convert_blocks, early_blocks, stores_lone, asks};
-  if (convert_blocks + share_blocks > 0)
-    launch<convert_kernel<Shape, T>>(convert, convert_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
-                                     "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);
+  launch<convert_kernel<Shape, T>>(convert, convert_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
+                                   "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);  // or none
   if constexpr (Shape::kHeadDim <= 128) {
     if (rounding > 0) {
       auto* round = stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>

@@ -148,7 +148,7 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
 };
 
 // What the tasks of a part say, each by a turn of a semaphore of its first tile: kAdded, that it has added all it adds to dQ; kStored, that its
-// shares of dK and dV are stored, where dQ is rounded beside; not of a thread block's last task. Of tasks without queries nothing may be said.
+// shares of dK and dV are stored, where dQ is rounded beside; neither by a thread block's last task nor by those that no query sees.
 constexpr int kAdded = 1, kStored = 2;
 
 // Whether all tasks of the part of a query head have said so, of a sequence that has queries: else nothing clears its semaphores. Then what they
