@@ -668,6 +668,7 @@ def test_nothing_before_a_large_tensor_is_read(head_dims, causal, family, device
     ("head_dim", "seqlen", "group", "heads_k", "padded"),
     (
         (128, 16384, 8, 2, False),
+        (128, 16384, 4, 2, False),
         (128, 32768, 8, 1, True),
         (128, 1024, 2, 52, False),
         (128, 4096, 7, 4, False),

@@ -65,16 +65,17 @@ inline int choose_group_splits(const HfFlash2ForwardParams& params, bool in_orde
 
 // How many key heads, counted over the batch, keep their groups whole, though the others, the last, are split among tasks of one query head each;
 // zero where all are split alike. Whole groups leave no shares, and a task of several heads begins once; but they take long, and multiprocessors
-// would wait for the last of them: those of one and a half rounds are split.
-// PERF: groups of 2 to 4 1 to 4 %, of 5 and 7 1 to 21. TUNING.md, "Groups split among tasks", also for where not.
+// would wait for the last of them: those of one and a half rounds are split. Of very long heads groups of four, to 24k.
+// PERF: groups of 2 to 4 1 to 4 %, of 5 and 7 1 to 21; at 16k 32/8 0 to 1. TUNING.md, "Groups split among tasks", also for where not.
 template <typename Shape>
 int choose_whole_groups(const HfFlash2ForwardParams& params, int multiprocessors) {
   constexpr double kSplitRounds = 1.5;
-  constexpr int kShortest = 1024, kLong = 4096, kMostHeads = 7;
+  constexpr int kShortest = 1024, kLong = 4096, kTooLong = 24576, kMostHeads = 7, kVeryLongGroup = 4;
   const int group = params.heads_q / params.heads_k, key_heads = params.heads_k * params.batch;
   const int seqlen = std::min(params.max_seqlen_q, params.max_seqlen_k);
   if (Shape::kHeadDim != 128 || !is_triangular(params) || have_lengths(params.sequences_k)) return 0;
-  if (group == 1 || group > kMostHeads || seqlen < kShortest || has_very_long_heads(params)) return 0;
+  if (group == 1 || group > kMostHeads || seqlen < kShortest) return 0;
+  if (has_very_long_heads(params) && (group != kVeryLongGroup || params.max_seqlen_q >= kTooLong)) return 0;
   const double key_blocks = static_cast<double>(ceil_div(params.max_seqlen_k, Shape::kBlockN));
   const int64_t split = std::max<int64_t>(1, std::lround(kSplitRounds * multiprocessors / key_blocks));
   return seqlen >= kLong || key_heads >= 4 * split ? static_cast<int>(std::max<int64_t>(0, key_heads - split)) : 0;
