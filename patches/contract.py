@@ -69,6 +69,8 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
     other_use = _other_use_of_the_mask(type(base))
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
+    if not _numbers_tokens_from_zero(type(base)):
+        return f"its {name} numbers tokens otherwise than from 0 without position_ids, or by column with them"
     return None
 
 
@@ -132,6 +134,34 @@ def _keeps_to_itself(parent: ast.AST) -> bool:
 
 def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+# cache_position: what positions come from before Transformers 5.4.
+_WITHOUT_POSITIONS = {"position_ids is None", "cache_position is None"}
+
+
+def _numbers_tokens_from_zero(base_class: type) -> bool:
+    """Whether a forward counts the columns of its input only for position_ids that it is not given.
+
+    Depth decoders of audio choose codebooks by the column, whatever position_ids say, and a packed token has another; Kosmos-2.5 counts as
+    fairseq does, from 2.
+    """
+    tree = _forward_tree(base_class)
+    parents = _parents(tree)
+    counts = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.arange"]
+    stored = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "position_ids" and isinstance(node.ctx, ast.Store)
+    ]
+    replaced = [node for node in stored if "position_ids" not in ast.unparse(getattr(_statement(node, parents), "value", node.ctx))]
+    return bool(counts) and all(_is_for_missing_positions(node, parents) for node in counts + replaced)
+
+
+def _is_for_missing_positions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    while node in parents:
+        child, node = node, parents[node]
+        if isinstance(node, ast.If) and child in node.body and ast.unparse(node.test) in _WITHOUT_POSITIONS:
+            return True
+    return False
 
 
 # What a causal language model may do between its base model and its loss, for the loss to be that of head(last_hidden_state).

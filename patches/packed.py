@@ -179,8 +179,10 @@ def wants_router_logits(model: PreTrainedModel, inputs: dict) -> bool:
 def _embeds_padded(module: PreTrainedModel, inputs: dict) -> bool:
     """Whether a hook may change what its embedding returns by the length of a row, as NEFTune's noise does. That of gradient checkpointing
     does not."""
+    if inputs.get("inputs_embeds") is not None:  # of a model that may have no embeddings
+        return False
     hooks = module.get_input_embeddings()._forward_hooks.values()
-    return inputs.get("inputs_embeds") is None and not all(_only_asks_for_gradients(hook) for hook in hooks)
+    return not all(_only_asks_for_gradients(hook) for hook in hooks)
 
 
 def _only_asks_for_gradients(hook: object) -> bool:

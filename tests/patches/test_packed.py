@@ -1450,6 +1450,47 @@ class ComparesTheMask(LlamaModel):
         return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), padding
 
 
+class ChoosesByColumn(LlamaModel):
+    """As the depth decoders of CSM and Moshi."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        codebooks = torch.arange(input_ids.shape[1])
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs), codebooks
+
+
+class CountsFromTwo(LlamaModel):
+    """As Kosmos-2.5."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, **kwargs):
+        if position_ids is None:
+            position_ids = 1 + input_ids.ne(1).cumsum(1)
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
+
+
+class ReplacesPositions(LlamaModel):
+    """As CSM's depth decoder before Transformers 5."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        cache_position=None,
+        **kwargs,
+    ):
+        if cache_position is None:
+            cache_position = torch.arange(input_ids.shape[1])
+        position_ids = cache_position.unsqueeze(0)
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values)
+        return super().forward(input_ids, causal_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
+
+
 class NamesTheArguments(LlamaDecoderLayer):
     def forward(self, hidden_states, **kwargs):
         return super().forward(hidden_states, kwargs=kwargs)
@@ -1474,6 +1515,9 @@ REFUSED_CLASSES = {
     CutsTheMask: "CutsTheMask uses the attention mask for more than attention (last = attention_mask[:, -1])",
     RenamesTheMask: "RenamesTheMask uses the attention mask for more than attention (padding = attention_mask)",
     ComparesTheMask: "ComparesTheMask uses the attention mask for more than attention (padding = attention_mask == 0)",
+    ChoosesByColumn: "ChoosesByColumn numbers tokens otherwise than from 0 without position_ids, or by column with them",
+    CountsFromTwo: "CountsFromTwo numbers tokens otherwise than from 0 without position_ids, or by column with them",
+    ReplacesPositions: "ReplacesPositions numbers tokens otherwise than from 0 without position_ids, or by column with them",
     NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
     HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
     KeepsThemToItself: "KeepsThemToItself does not hand on the keyword arguments that tell the attention where rows begin",
@@ -1518,6 +1562,33 @@ def test_positions_of_several_axes_are_the_reason_where_the_mask_is_handed_on():
     model = Qwen3VLTextModel._from_config(Qwen3VLTextConfig(**_SIZES | {"rope_parameters": rope}), attn_implementation="eager")
     with pytest.raises(ValueError, match="Qwen3VLTextModel cannot run packed: its positions have several axes"):
         hf_flash2.patch(model, packed=True)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="its depth decoder makes other masks")
+def test_a_depth_decoder_of_audio_is_refused():
+    """It chooses codebooks by column."""
+    from transformers.models.csm.modeling_csm import CsmDepthDecoderConfig, CsmDepthDecoderForCausalLM
+
+    sizes = _SIZES | {"backbone_hidden_size": 32, "num_codebooks": 8}
+    model = CsmDepthDecoderForCausalLM._from_config(CsmDepthDecoderConfig(**sizes), attn_implementation="eager")
+    with pytest.raises(ValueError, match="its CsmDepthDecoderModel numbers tokens otherwise than from 0 .*, or by column"):
+        hf_flash2.patch(model, packed=True)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="not in Transformers 4.57")
+def test_a_model_without_embeddings_of_its_own_runs_packed():
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig, Qwen3OmniMoeCode2WavTransformerModel
+
+    torch.manual_seed(0)
+    config = Qwen3OmniMoeCode2WavConfig(**_SIZES | {"sliding_window": 4})
+    eager = Qwen3OmniMoeCode2WavTransformerModel._from_config(config, attn_implementation="eager").eval()
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    mask = batch("right")["attention_mask"]
+    inputs = {"inputs_embeds": torch.randn(*mask.shape, config.hidden_size), "attention_mask": mask, "use_cache": False}
+    expected, found = (x(**inputs).last_hidden_state[mask.bool()] for x in (eager, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert report.forwards == {"packed": 1}
 
 
 def test_heads_that_choose_among_positions_are_refused():
