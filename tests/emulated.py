@@ -32,6 +32,10 @@ def load(path: Path) -> ctypes.CDLL:
     library.emulator_schedule.restype = None
     library.emulator_install.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
     library.emulator_install.restype = None
+    library.emulator_watch.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t]
+    library.emulator_watch.restype = None
+    library.emulator_watched.argtypes = [ctypes.POINTER(ctypes.c_int)] * 2
+    library.emulator_watched.restype = None
     library.emulator_bank_conflicts.restype = ctypes.c_uint64
     library.emulator_tensor_bytes.restype = ctypes.c_uint64
     return library

@@ -8,6 +8,7 @@ of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is 
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import re
 import zlib
@@ -286,6 +287,31 @@ def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int,
     return count, tiles * block_m * columns // (64 * 32), len(written) // warps, sum(stored)
 
 
+def watch_what_tasks_say(library, workspace: int, workspace_bytes: int, case: Case, splits: int) -> None:
+    """When all tasks of a part have said that they have added to dq, or stored their shares of dk and dv, those have to be as at the end.
+    Of sequences of one length that 128 divides, heads up to 128, groups that are split alike."""
+    (block_m, block_n), columns = KERNEL_TILES[case.head_dim], -(-case.head_dim // 64) * 64
+    heads, heads_k, batch, seqlen = *case.heads, len(case.lengths_q), case.lengths_q[0]
+    query_blocks, key_blocks, of_part = -(-seqlen // block_m), seqlen // block_n, heads // (heads_k * splits)
+    tiles, head_bytes = heads * batch * query_blocks, query_blocks * block_m * columns * 4
+    said = workspace + tiles * block_m * (columns + 2) * 4 + tiles * 4
+    share_bytes = key_blocks * block_n * 2 * case.head_dim * 2
+    shares = workspace + workspace_bytes - batch * heads_k * splits * share_bytes
+    for sequence, head in itertools.product(range(batch), range(heads)):
+        first = (head // of_part * of_part * batch + sequence) * query_blocks  # tile of the part
+        library.emulator_watch(said + first * 4, key_blocks, workspace + (head * batch + sequence) * head_bytes, head_bytes)
+        if splits > 1 and head % of_part == 0:
+            share = (sequence * heads + head) // of_part
+            library.emulator_watch(said + (tiles + first) * 4, key_blocks, shares + share * share_bytes, share_bytes)
+
+
+def what_tasks_said(library) -> tuple[int, int]:
+    """How much of that has been said, and how much was not so."""
+    said, wrong = ctypes.c_int(), ctypes.c_int()
+    library.emulator_watched(said, wrong)
+    return said.value, wrong.value
+
+
 ROUNDED_BESIDE = (  # causal, heads, lengths, deterministic, splits of a group
     (False, (16, 16), (256,) * 2, False, 1),
     (False, (16, 16), (256,) * 2, True, 1),
@@ -306,12 +332,15 @@ def test_dq_is_rounded_beside_tasks(
     """By thread blocks that do nothing else, while there are tasks; the rest by the last kernel. Groups that are split leave shares of dk
     and dv, which a kernel between the two adds; a task says that they are stored when its thread block has come to the end of the next."""
     case = Case("rounded", head_dim, heads=heads, lengths_q=lengths, causal=causal)
-    rounded = []
+    rounded, said = [], []
     backward = library.hf_flash2_backward
 
     def recorded(params, addresses):
+        workspace = kernels._BACKWARD_ADDRESSES.unpack(addresses)[-1]
+        watch_what_tasks_say(library, workspace, backward_workspaces[-1], case, splits)
         result = backward(params, addresses)
-        rounded.append(rounded_beside(kernels._BACKWARD_ADDRESSES.unpack(addresses)[-1], case, head_dim))
+        rounded.append(rounded_beside(workspace, case, head_dim))
+        said.append(what_tasks_said(library))
         return result
 
     monkeypatch.setattr(library, "hf_flash2_backward", recorded)
@@ -321,6 +350,8 @@ def test_dq_is_rounded_beside_tasks(
     tasks = len(lengths) * (lengths[0] // 128) * heads[1] * splits
     assert 0 < count < chunks
     assert stored == (tasks - (16 - rounding) if splits > 1 else 0)
+    [(told, wrong)] = said
+    assert told > 0 and wrong == 0
     assert [group_splits(x, case, lengths[0], lengths[0]) for x in backward_workspaces] == [splits]
 
 
@@ -534,6 +565,18 @@ def test_when_groups_are_split(name, deterministic, library, monkeypatch):
     _, workspace = layout._pack_backward(library, (q, q, k, k), addresses, deterministic)
     case = Case("choice", head_dim, heads, (queries,) * batch, (keys,) * batch)
     assert group_splits(workspace.numel(), case, queries, keys) == expected
+
+
+def test_more_shares_than_thread_blocks_are_refused_before_anything_runs(library, monkeypatch):
+    """By what says how much scratch there has to be."""
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+    q = torch.zeros(1, 1, 2 * 34000, 128, dtype=torch.bfloat16)
+    k = torch.zeros(2**23 + 2**19, dtype=torch.bfloat16).as_strided((1, 2**20, 34000, 128), (8, 8, 8, 1))
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        layout = kernels.Layout(q, k, k, None, None, None, 1, 2**20, 1.0, -1, 0, 0.0, 0.0)
+    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0, 0)
+    with pytest.raises(ValueError, match=r"attention backward, sm90, convert: .* must stay below 2\^31, got \d+; give a max_seqlen"):
+        layout._pack_backward(library, (q, q, k, k), addresses, True)
 
 
 IN_ORDER = {  # heads: whether they add in order with all keys, and below a diagonal

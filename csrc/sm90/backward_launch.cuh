@@ -140,12 +140,13 @@ int choose_splits_in_order(const HfFlash2ForwardParams& params) {
 
 // What is decided from shapes alone.
 struct BackwardPlan {
-  bool in_order;       // key blocks add to a tile of dQ one after the other
-  int splits, whole;   // of a group's query heads, and for how many key heads not: GroupSplits
-  int64_t rest;        // the other key heads, counted over the batch
-  int64_t key_blocks;  // of one head: GroupSplits::blocks
-  int64_t parts;       // of all sequences
-  int64_t shares_at;   // bytes of the workspace before the shares of dK and dV
+  bool in_order;         // key blocks add to a tile of dQ one after the other
+  int splits, whole;     // of a group's query heads, and for how many key heads not: GroupSplits
+  int64_t rest;          // the other key heads, counted over the batch
+  int64_t key_blocks;    // of one head: GroupSplits::blocks
+  int64_t parts;         // of all sequences
+  int64_t share_blocks;  // thread blocks that add shares
+  int64_t shares_at;     // bytes of the workspace before the shares of dK and dV
   int64_t workspace_bytes;
 
   template <typename Shape>
@@ -171,6 +172,9 @@ struct BackwardPlan {
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
     const int64_t shared = params.sequences_k.cu_seqlens != nullptr ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
+    const int64_t share_tiles = plan.splits > 1 ? ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.rest : 0;
+    plan.share_blocks = share_tiles * Shape::kShareThreadBlocks;
+    check_count(query_tiles + plan.share_blocks, "attention backward, sm90, convert");
     if (plan.splits > 1) plan.workspace_bytes = plan.shares_at + shared * plan.splits * plan.key_blocks * Shape::kKeyGradientElements * 2;
     return plan;
   }
@@ -323,15 +327,13 @@ void launch_backward(HfFlash2BackwardParams params) {
   }
   compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
           BackwardShared<Shape>::kMostBytes, false);
-  const int64_t share_tiles = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * plan.rest;
-  const int64_t share_blocks = plan.splits > 1 ? share_tiles * Shape::kShareThreadBlocks : 0;
   const bool asks = (Shape::kTellsEnds || params.deterministic) && start == Start::kEarly;
   const int last_parts = arguments.counts_units() ? forward.heads_k * plan.splits : 1;
   const int early_parts = asks ? count_early_parts(arguments.scheduler, computing, last_parts) : 0;
   const int early_blocks = static_cast<int>(ceil_div(forward.max_seqlen_q, Shape::kBlockM)) * arguments.groups.heads_before(early_parts);
   const int convert_blocks = rounding > 0 ? 0 : arguments.query_blocks;
   const ConvertArguments convert{params, arguments.groups, convert_blocks, early_blocks, stores_lone, asks};
-  launch<convert_kernel<Shape, T>>(convert, convert_blocks + share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
+  launch<convert_kernel<Shape, T>>(convert, convert_blocks + plan.share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);  // or none
   if constexpr (Shape::kHeadDim <= 128) {
     if (rounding > 0) {

@@ -116,6 +116,8 @@ void let_others_run();
 void wait_for_change(const int32_t* address);
 // After changing what others may wait for.
 void announce_change();
+// After a red.release, by which a thread says that something is in memory: of what a test watches, keeps a copy (runtime.cpp).
+void note_release(const int32_t* word);
 
 // ---- Shared memory ----
 void* dynamic_shared_base(size_t alignment);

@@ -107,6 +107,7 @@ inline void red_release_gpu_global_add_s32(int* address, int value) {
   check_kernel_before("red.release");
   check_release();
   *address += value;
+  note_release(address);
   announce_change();
 }
 template <typename T>

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "include/cuda.h"
 #include "include/cudaTypedefs.h"
@@ -17,6 +18,14 @@ struct Installed {
   bool ptx = true;                      // for GPUs newer than the machine code
 } installed;
 std::map<std::pair<const void*, int>, int> allowed_shared_bytes;  // by kernel and device
+struct Watched {
+  const int32_t* word;
+  int32_t value;
+  const char* memory;
+  size_t bytes;
+  std::string then;  // what memory held when a release made that of the word
+};
+std::vector<Watched> watched;
 
 CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* sizes,
                            const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave,
@@ -153,8 +162,27 @@ extern "C" __attribute__((visibility("default"))) void emulator_schedule(uint32_
 extern "C" __attribute__((visibility("default"))) void emulator_install(int driver, int toolkit, int ptx) {
   installed = {driver, toolkit, ptx != 0};
 }
+// When a red.release makes *word `value`, memory is said to be as it will remain: emulator_watched() counts what was said, and what was not so,
+// and forgets all.
+extern "C" __attribute__((visibility("default"))) void emulator_watch(const int32_t* word, int32_t value, const char* memory,
+                                                                      size_t bytes) {
+  watched.push_back({word, value, memory, bytes, {}});
+}
+extern "C" __attribute__((visibility("default"))) void emulator_watched(int* said, int* wrong) {
+  *said = *wrong = 0;
+  for (const Watched& each : watched) {
+    *said += !each.then.empty();
+    *wrong += !each.then.empty() && memcmp(each.then.data(), each.memory, each.bytes) != 0;
+  }
+  watched.clear();
+}
 extern "C" __attribute__((visibility("default"))) uint64_t emulator_bank_conflicts() { return emulator::bank_conflicts; }
 extern "C" __attribute__((visibility("default"))) uint64_t emulator_tensor_bytes() { return emulator::tensor_bytes; }
+
+void emulator::note_release(const int32_t* word) {
+  for (Watched& each : watched)
+    if (each.word == word && *word == each.value) each.then.assign(each.memory, each.bytes);
+}
 
 namespace emulator::ptx {
 
