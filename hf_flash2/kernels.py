@@ -235,6 +235,9 @@ def append(
         device, batch, seqlen, heads, head_dim, v.shape[-1], page_size, capacity_of(k_cache, block_table),
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_append(params))
+    for cache in (k_cache, v_cache):  # for autograd, which may have saved it: the kernel writes behind torch's back
+        if not cache.is_inference():
+            torch.autograd.graph.increment_version(cache)
     return ranges
 
 

@@ -30,7 +30,17 @@ from test_kernels import (
     large_scores,
 )
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, functional, kernels, last_backend, native, ops
+from hf_flash2 import (
+    flash_attn_func,
+    flash_attn_ranges_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    functional,
+    kernels,
+    last_backend,
+    native,
+    ops,
+)
 
 pytestmark = [
     pytest.mark.timeout(300, func_only=True),  # of the test: compiling the emulated library, which the first one waits for, takes minutes
@@ -399,6 +409,20 @@ def test_decoding_from_a_cache(family, case, library, monkeypatch):
         actual, truth, eager, sizes = test_kvcache.decode(case, torch.bfloat16, CPU)
     compare(actual, truth, eager, torch.bfloat16, sizes)
     assert last_backend() == f"cuda-{family}"
+
+
+def test_a_cache_that_is_written_is_not_differentiated_as_it_was(library, monkeypatch):
+    q, k_cache, v_cache = (torch.randn(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 20, 20))
+    with emulated.running(monkeypatch, library):
+        for cache in (k_cache, v_cache):
+            out = flash_attn_func(q.clone().requires_grad_(), k_cache, v_cache)
+            before = cache._version
+            flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=3)
+            assert cache._version > before
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        with torch.inference_mode():  # counts nothing
+            flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), q, q, cache_seqlens=3)
 
 
 UNSEEN = [
