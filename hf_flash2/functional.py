@@ -34,7 +34,7 @@ import operator
 import torch
 import torch.nn.functional as F
 
-from . import native, ops
+from . import native, ops, tracing
 from .support import HEAD_DIM_MULTIPLE, reason_unsupported
 
 _MAX_INT32, _MAX_FLOAT32 = 2**31 - 1, torch.finfo(torch.float32).max  # what the kernels are given
@@ -164,7 +164,7 @@ def _attention(
         raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key, plan, padded = None, None, 0
-    if not torch.compiler.is_compiling() and _on_gpu(q) and ops.plain(q, k, v) and (s_aux is None or _is_plain(s_aux)):
+    if not tracing.is_compiling() and _on_gpu(q) and ops.plain(q, k, v) and (s_aux is None or _is_plain(s_aux)):
         try:
             key = (
                 check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -389,7 +389,7 @@ def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
 
 def has_known_values(x: torch.Tensor) -> bool:
     """Where it costs no synchronisation to look at them."""
-    return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling() and not ops.is_transformed()
+    return x.device.type == "cpu" and type(x) is torch.Tensor and not tracing.is_compiling() and not ops.is_transformed()
 
 
 def _is_truth(x: object) -> bool:

@@ -186,7 +186,7 @@ def attend(
 
 def _collects_attentions() -> bool:
     """Whether Transformers collects `attentions`, also where a config asks for them, or GPT-2 keeps the keyword to itself."""
-    if torch.compiler.is_compiling():
+    if tracing.is_compiling():
         return False
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)  # from 5 on
     return collector is not None and any("attentions" in name for name in collector.get() or ())
@@ -196,7 +196,7 @@ def _attend_whole(
     module, q, k, v, attention_mask: torch.Tensor | None, kwargs: dict, sliding_window: int | None, options: dict[str, Any]
 ) -> torch.Tensor:
     """Of sequences that are here as a whole, by our kernels or, with the reason said, by SDPA."""
-    if not torch.compiler.is_compiling() and (
+    if not tracing.is_compiling() and (
         context_parallel.was_cut(kwargs.get("position_ids"))
         or context_parallel.is_of_more(kwargs.get("cu_seq_lens_q"), q.shape[:2].numel())
     ):
@@ -312,7 +312,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Doc
     if sequences.starts is not None:
         return None, documents or sequences.documents(), None
     if documents is not None:
-        if torch.compiler.is_compiling():
+        if tracing.is_compiling():
             raise ValueError(
                 "attention_mask and cu_seq_lens_q/k: which counts depends on the mask's values, unknown while compiling; pass one"
             )
@@ -395,7 +395,7 @@ def _restarting_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Ten
     forward. While compiling nobody can look: one document, with one warning where it may be several."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.is_meta:
         return None
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing.is_compiling()
     if compiling and tracing.counts_up(position_ids):  # first: a comparison of lengths binds what is compiled to one side of it
         return None
     if not (q.shape[0] == position_ids.shape[0] == 1 and 1 < q.shape[1] == k.shape[1] == position_ids.shape[1]):
@@ -456,7 +456,7 @@ def _fall_back(module: torch.nn.Module, reason: str, capped: bool) -> None:
     if is_strict():
         raise ValueError(f"{type(module).__name__} cannot run on hf_flash2 kernels, and set_strict(True) forbids SDPA: {reason}")
     record(module, "sdpa")
-    if not torch.compiler.is_compiling():
+    if not tracing.is_compiling():
         ops.note_sdpa()
     instead = "operators of torch, as scaled_dot_product_attention caps no scores," if capped else "torch's scaled_dot_product_attention"
     notice(f"hf_flash2: {type(module).__name__} runs on {instead} instead of our kernels: {reason}")

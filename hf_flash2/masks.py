@@ -113,7 +113,7 @@ class Sequences:
         return self._once("padding", lambda: not bool(self.key_mask.all()))
 
     def _once(self, key: Any, derive: Callable[[], Any]) -> Any:
-        if torch.compiler.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
+        if tracing.is_compiling():  # a tensor of the graph must not outlive it; the compiler merges what every layer derives
             return derive()
         if key not in self._derived:
             self._derived[key] = derive()
@@ -282,7 +282,7 @@ class _Pattern(NamedTuple):
 def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
     if mask_function is None:
         return _Pattern()
-    if not torch.compiler.is_compiling():
+    if not tracing.is_compiling():
         return _read_mask_function(mask_function, kv_offset + kv_length, kwargs.get("config"))
     # Dynamo does not show what an inner function closes over (before torch 2.13 not even its name); what the other arguments leave open
     # goes to SDPA.

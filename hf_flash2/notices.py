@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import ops
+from . import ops, tracing
 
 NAME = "hf_flash2"
 CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: its Calls
@@ -70,7 +70,7 @@ def record_calls() -> Iterator[dict[torch.nn.Module, list[str]]]:
 
 def record(module: torch.nn.Module, route: str) -> None:
     """An attention layer has taken this route. Not under torch.compile."""
-    if torch.compiler.is_compiling():
+    if tracing.is_compiling():
         return
     if _calls is not None:
         _calls.setdefault(module, []).append(route)
@@ -81,7 +81,7 @@ def record(module: torch.nn.Module, route: str) -> None:
 
 def record_backend(module: torch.nn.Module) -> None:
     """The op has run for this attention layer: on which backend. Not under torch.compile."""
-    if torch.compiler.is_compiling():  # first: older compilers cannot trace what follows
+    if tracing.is_compiling():  # first: older compilers cannot trace what follows
         return
     calls: Calls | None = vars(module).get(CALLS)
     if calls is not None:

@@ -15,7 +15,7 @@ logit for each query head that every row counts in its sum, beside its scores; `
 import torch
 from torch.autograd import forward_ad
 
-from . import kernels, native, reference
+from . import kernels, native, reference, tracing
 from .kernels import DENSE
 
 _library = torch.library.Library("hf_flash2", "DEF")
@@ -252,7 +252,7 @@ def plain(q, k, v) -> bool:
 
 def is_transformed() -> bool:
     """Whether this runs inside a transform of torch.func: grad, vmap, jvp. Not while compiling, where nobody can ask."""
-    return not torch.compiler.is_compiling() and _transforms() is not None
+    return not tracing.is_compiling() and _transforms() is not None
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from . import tracing
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
@@ -75,7 +77,7 @@ def documents_from_starts(starts: torch.Tensor) -> tuple[torch.Tensor, int] | No
     While compiling, as where layers are compiled one by one, nobody can look: never None then, and the longest length is that of a row.
     """
     first_tokens = starts.flatten().nonzero().flatten()
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing.is_compiling()
     if compiling:
         torch._check(first_tokens.shape[0] >= 1)  # so that a check of cu_seqlens knows that there is a document
     elif first_tokens.shape[0] == starts.shape[0]:

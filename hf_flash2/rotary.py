@@ -7,7 +7,7 @@ HF_FLASH2_ROTARY=eager.
 
 import torch
 
-from . import kernels, native, ops
+from . import kernels, native, ops, tracing
 
 
 def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -16,7 +16,7 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     return (
         _on_gpu(q)
         and not native.eager_asked("HF_FLASH2_ROTARY")
-        and not torch.compiler.is_compiling()
+        and not tracing.is_compiling()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == cos.dtype == sin.dtype
         and (*k.shape[:2], k.shape[3]) == (batch, seqlen, head_dim)

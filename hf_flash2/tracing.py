@@ -1,6 +1,7 @@
-"""What Dynamo knows of a graph that it traces, and traced code cannot ask: where position_ids come from."""
+"""What is compiled, and what Dynamo knows of a graph that it traces, and traced code cannot ask: where position_ids come from."""
 
 import operator
+import threading
 from typing import Any
 
 import torch
@@ -12,7 +13,22 @@ OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
 _WRITES = {getattr(operator, name) for name in ("setitem", *_IN_PLACE)}
 _COUNTS_FAR = (torch.int32, torch.int64)  # narrower ones begin anew behind their last number, and floating point leaves numbers out
-_answers: list[bool] = []  # from what Dynamo runs, which cannot return anything to traced code
+
+
+class _Answers(threading.local):
+    """Of each thread, from what Dynamo runs, which cannot return anything to traced code."""
+
+    def __init__(self):
+        self.given: list[bool] = []
+
+
+_answers = _Answers()
+
+
+def is_compiling() -> bool:
+    """Whether this thread traces code, for torch.compile or torch.export. Of torch.compiler.is_compiling(), torch 2.13 and later make one
+    flag of the process, which is True in all threads while one compiles."""
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
 
 
 def masks_hold_no_documents() -> bool:
@@ -37,24 +53,24 @@ def counts_up(position_ids: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _answer() -> bool:
-    return bool(_answers) and _answers.pop()
+    return bool(_answers.given) and _answers.given.pop()
 
 
 def _look(context: Any) -> None:
     """Run by Dynamo, with what it knows: the local variables of who asked for the mask."""
-    _answers.clear()
+    _answers.given.clear()
     asks = next((level for level in range(1, 6) if _local(context, OVERLAYS[0], level) is not None), None)
     if asks is None:
         return
     positions, *overlays = (_local(context, name, asks) for name in ("position_ids", *OVERLAYS))
     if positions is not None and all(overlay is None or _is_none(overlay) for overlay in overlays):
-        _answers.append(_is_none(positions) or _is_counted_up(positions))
+        _answers.given.append(_is_none(positions) or _is_counted_up(positions))
 
 
 def _look_at_positions(context: Any) -> None:
-    _answers.clear()
+    _answers.given.clear()
     positions = _local(context, "position_ids", 0)
-    _answers.append(positions is not None and _is_counted_up(positions))
+    _answers.given.append(positions is not None and _is_counted_up(positions))
 
 
 def _is_counted_up(positions: Any) -> bool:

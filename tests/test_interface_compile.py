@@ -4,6 +4,7 @@ The "aot_eager" backend traces forward and backward as inductor does, without th
 """
 
 import inspect
+import threading
 
 import pytest
 import tiny_models as tiny
@@ -226,6 +227,29 @@ def test_generate_with_a_compiled_static_cache(device):
     arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     ours.forward = torch.compile(ours.forward, backend="aot_eager")
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_model_is_not_compiled_where_another_thread_compiles(use_cache, device, notices):
+    """From torch 2.13 on torch.compiler.is_compiling() is True in both: positions that restart would not be looked at."""
+    ours, _ = tiny.twins("llama", device, DTYPE)
+    inputs = {"input_ids": tiny.tokens(device)[:1], "position_ids": torch.arange(SEQLEN, device=device)[None] % 5, "use_cache": use_cache}
+    alone = logits(ours, **inputs)
+    compiling, done = threading.Event(), threading.Event()
+
+    def backend(graph, _):
+        compiling.set()
+        done.wait(60)
+        return graph.forward
+
+    other = threading.Thread(target=lambda: torch.compile(torch.sin, backend=backend)(torch.ones(3)))
+    other.start()
+    try:
+        assert compiling.wait(60)
+        assert torch.equal(logits(ours, **inputs), alone) and notices() == []
+    finally:
+        done.set()
+        other.join()
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -16,7 +16,7 @@ from transformers import DynamicCache, MistralConfig, Qwen2MoeConfig, masking_ut
 from transformers.models.mistral import modeling_mistral  # noqa: F401 - for the source of its layers
 
 import hf_flash2
-from hf_flash2 import interface, masks, packing
+from hf_flash2 import interface, masks, packing, tracing
 
 pytestmark = pytest.mark.timeout(60)
 DTYPE = DTYPES[0]
@@ -957,7 +957,7 @@ OVERLAYS_WHILE_COMPILING = {
 @pytest.mark.parametrize("overlay", OVERLAYS_WHILE_COMPILING)
 def test_patterns_while_compiling(overlay, device, monkeypatch):
     """Dynamo shows nothing of a mask function; whatever might lie over the window goes to SDPA."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(tracing, "is_compiling", lambda: True)
     arguments = {"local_size": 5, "config": SimpleNamespace(), "allow_is_causal_skip": True} | (
         {"use_vmap": False} if VERSION >= (5, 0) else {}
     )
@@ -971,7 +971,7 @@ def test_patterns_while_compiling(overlay, device, monkeypatch):
 @pytest.mark.parametrize(("overlay", "dims"), [(False, 2), (True, 4)])
 def test_a_step_under_a_window_while_compiling(overlay, dims, device, monkeypatch):
     """Nothing may be skipped, as in a static cache: Transformers asks for vmap where something lies over the window."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(tracing, "is_compiling", lambda: True)
     arguments = {"local_size": 5, "config": SimpleNamespace(), "allow_is_causal_skip": False, "use_vmap": overlay}
     mask_function = masking_utils.sliding_window_causal_mask_function(5)
     arguments |= mask_arguments(device, 1, SEQLEN - 1, kv_length=SEQLEN, mask_function=mask_function)
@@ -991,7 +991,7 @@ BESIDE_DOCUMENTS_WHILE_COMPILING = {  # a mask function, what the config says, a
 def test_what_may_be_in_a_mask_beside_documents_while_compiling(name, device, monkeypatch):
     """Though there certainly are none."""
     mask_function, said, plain = BESIDE_DOCUMENTS_WHILE_COMPILING[name]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(tracing, "is_compiling", lambda: True)
     monkeypatch.setattr(masks.tracing, "masks_hold_no_documents", lambda: True)
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=mask_function)
     mask = masks.hf_flash2_mask(**arguments, attention_mask=None, config=SimpleNamespace(**said))
@@ -1003,7 +1003,7 @@ def test_what_may_be_in_a_mask_beside_documents_while_compiling(name, device, mo
 def test_a_window_that_is_only_in_the_mask_while_compiling(window, before, dims, device, monkeypatch):
     """It is none where it holds all keys, those before the ones that the cache still has, too."""
     tiny.model("qwen2_moe")  # so that the source of its layers is at hand
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(tracing, "is_compiling", lambda: True)
     mask_function = masking_utils.sliding_window_causal_mask_function(window)
     arguments = mask_arguments(device, SEQLEN, before, kv_length=SEQLEN, kv_offset=before, mask_function=mask_function, local_size=window)
     arguments |= {"config": tiny.config("qwen2_moe", sliding_window=window), "allow_is_causal_skip": True, "use_vmap": False}
@@ -1292,7 +1292,7 @@ def test_documents_beside_a_mask_while_compiling(device, monkeypatch):
     """Nobody can say then whether the mask has padding."""
     q, k, v = qkv(device, batch=1)
     bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(tracing, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="attention_mask and cu_seq_lens_q/k.*pass one"):
         attention(Layer(), q, k, v, torch.ones(1, SEQLEN, device=device), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
 

@@ -213,7 +213,7 @@ def test_only_who_asks_for_the_mask_says_where_positions_come_from():
 
 
 def test_an_answer_is_that_of_its_own_question(monkeypatch):
-    monkeypatch.setattr(tracing, "_answers", [True])  # as if nobody had fetched one
+    monkeypatch.setattr(tracing._answers, "given", [True])  # as if nobody had fetched one
     assert answer(lambda x: mask_function()) is False
     plain, given = lambda x: ask_for_mask(None), lambda x: ask_for_mask(x)
     assert answer(lambda x: (plain(x), given(x), plain(x))) == (True, False, True)
