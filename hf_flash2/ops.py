@@ -372,7 +372,13 @@ class _AttentionGradient(torch.autograd.Function):
 def _forward_autograd(*args):
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # which torch.no_grad() does not end
         return _DISPATCHED[0](*args)
-    return _AttentionWithLse.apply(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
+    if _transforms() is None:
+        return _AttentionWithLse.apply(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
+    # While torch.func.grad is compiled: only the level that this key belongs to records, as for operators of torch.
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return _apply_with_lse(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
 
 
 def _backward_autograd(*args):

@@ -239,6 +239,28 @@ def test_transforms_of_functions(device):
         torch.func.jvp(lambda q: loss(q, k[0], v[0]), (q[0],), (q[0],))
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("each", [False, True])
+def test_compiled_transforms_of_functions(each, backend, device):
+    q, k, v = (torch.randn(3, 2, 5, 2, 16, device=device, dtype=DTYPE) for _ in range(3))
+    sinks = torch.randn(3, 2, device=device)
+
+    def loss(q, k, v, sinks):
+        out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, s_aux=sinks)
+        return (out.float() ** 2).sum() + lse.sum()
+
+    gradients = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    run, inputs = (torch.func.vmap(gradients), (q, k, v, sinks)) if each else (gradients, (q[0], k[0], v[0], sinks[0]))
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        found, expected = torch.compile(run, backend=backend, fullgraph=True)(*inputs), run(*inputs)
+    for x, y in zip(found, expected, strict=True):
+        assert y.any()
+        torch.testing.assert_close(x, y)
+
+
 def test_transforms_of_functions_of_sinks(device):
     q, k, v = (x.detach() for x in problem(device)[:3])
     sinks = torch.randn(4, device=device, requires_grad=True)
