@@ -10,7 +10,7 @@ import numbers
 import torch
 from torch.autograd import forward_ad
 
-from . import kernels, ops, reference
+from . import kernels, ops, reference, tracing
 from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func, has_known_values
 from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE
 
@@ -117,7 +117,8 @@ def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor |
     on_gpu = k_cache.device.type == "cuda"
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
-        if on_gpu and (cache.shape[-1] % HEAD_DIM_MULTIPLE or not (kernels.is_readable(cache) and kernels.is_aligned(cache))):
+        is_aligned = tracing.is_compiling() or not on_gpu or kernels.is_aligned(cache)  # a traced tensor has no address
+        if on_gpu and (cache.shape[-1] % HEAD_DIM_MULTIPLE or not (kernels.is_readable(cache) and is_aligned)):
             raise ValueError(
                 f"the head dim and the strides of {name} must be multiples of {HEAD_DIM_MULTIPLE}, its last stride 1 and its address a "
                 f"multiple of 16 bytes, got {list(cache.shape)} with strides {list(cache.stride())}; allocate such a cache once"

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from test_kernels import DTYPES, ON_GPU, compare
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import hf_flash2
@@ -301,6 +302,21 @@ def test_either_cache_is_refused_where_kernels_would_not_read_it(name, what):
     arguments = {name: (x.bfloat16() if x.is_floating_point() else x).as_subclass(OfGPU) for name, x in tensors().items()}
     with pytest.raises(ValueError, match=f"the head dim and the strides of {name} must be multiples of 8"):
         flash_attn_with_kvcache(**arguments | {name: UNREADABLE[what]().as_subclass(OfGPU)})
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_step_of_a_gpu_is_compiled_without_a_graph_break(paged):
+    """A traced tensor has no address that could be looked at."""
+    arguments = tensors()
+    if not paged:
+        del arguments["block_table"]
+        arguments |= {name: arguments[name][:2] for name in ("k_cache", "v_cache")}
+    with FakeTensorMode():
+        types = {name: torch.bfloat16 if x.is_floating_point() else x.dtype for name, x in arguments.items()}
+        arguments = {name: torch.empty(x.shape, dtype=types[name], device="cuda") for name, x in arguments.items()}
+        torch.compiler.reset()
+        step = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
+        assert step(**arguments).shape == arguments["q"].shape
 
 
 def test_lengths_may_be_one_number_or_none(device):
