@@ -5,7 +5,6 @@ import contextlib
 import csv
 import datetime
 import gc
-import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +139,11 @@ def path_ending_in(*suffixes: str) -> Callable[[str], Path]:
 
 def reason_no_figure() -> str | None:
     """Why nothing can be drawn here, or None: to be asked before anything is measured."""
-    return None if importlib.util.find_spec("matplotlib") else "a figure needs matplotlib: pip install matplotlib"
+    try:
+        import matplotlib.pyplot  # noqa: F401
+    except ImportError as error:
+        return f"a figure needs matplotlib: pip install matplotlib ({error})"
+    return None
 
 
 def reason_not_writable(*paths: Path | None) -> str | None:

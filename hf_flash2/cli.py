@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    is_program = argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-")
+    args = parser.parse_args(argv[:2] if is_program else argv)
+    if is_program:  # argparse would take the first "--" away from what is the program's
+        args.arguments = argv[2:]
     return args.run(args)
 
 

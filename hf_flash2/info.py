@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Always 0."""
     report = collect()
-    print(json.dumps(report, indent=2) if args.json else render(report))
+    text = json.dumps(report, indent=2) if args.json else render(report)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))  # a path need not be text
     return 0
 
 

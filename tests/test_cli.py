@@ -122,6 +122,12 @@ def test_python_dash_m_runs_info(strict):
     assert not [name for name, section in report.items() if isinstance(section, dict) and set(section) == {"error"}]
 
 
+def test_info_shows_what_is_no_text():
+    environment = os.environb | {b"HF_FLASH2_LIBRARY": b"/tmp/\xff.so", b"PYTHONIOENCODING": b"utf-8:strict"}
+    done = subprocess.run([sys.executable, "-m", "hf_flash2", "info"], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "/tmp/\\udcff.so" in done.stdout, done.stderr
+
+
 # ---- run ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +154,8 @@ def test_run_runs_a_file_or_a_module_as_python_would(how, end, code, tmp_path):
     folder.mkdir(exist_ok=True)
     (folder / "this.py").write_text("CODE = 7")
     (folder / "program.py").write_text(PROGRAM.format(end=end))
-    done = run_program("programs/program.py" if how == "file" else "program", "--help", "-x", "3", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "__main__ ['--help', '-x', '3'] True\n"), done.stderr
+    done = run_program("programs/program.py" if how == "file" else "program", "--", "--help", "-x", "3", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "__main__ ['--', '--help', '-x', '3'] True\n"), done.stderr
 
 
 def test_run_runs_a_command_that_pip_installed(tmp_path):
@@ -352,6 +358,7 @@ def test_info_knows_every_variable_there_is():
 
 def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_is_measured(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     for arguments in (["train", "--plot", "t.png"], ["train", "--profile", "t.json"], ["attention", "--plot", "t.png"]):
         assert cli.main(["bench", *arguments]) == 2
         assert "a figure needs matplotlib: pip install matplotlib" in capsys.readouterr().err
