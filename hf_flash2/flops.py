@@ -5,7 +5,7 @@ sequence, seen or masked, two products forward and five backward.
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops  # noqa: F401 - it defines them
+from . import kvcache, ops  # noqa: F401 - they define them
 
 
 @register_flop_formula(torch.ops.hf_flash2.flash_attn_forward, get_raw=True)
@@ -20,6 +20,12 @@ def backward_flops(
 ) -> int:
     """2 pairs H (3 D + 2 Dv)."""
     return 2 * _pairs(q, seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+@register_flop_formula(torch.ops.hf_flash2.paged_forward, get_raw=True)
+def paged_forward_flops(q, k_cache, v_cache, ranges, block_table, sinks, max_seqlen_k, *args, **kwargs) -> int:
+    """As forward_flops, of the tokens that the sequences have in the cache."""
+    return 2 * _pairs(q, None, ranges, q.shape[1], max_seqlen_k) * (q.shape[-1] + v_cache.shape[-1])
 
 
 def _pairs(q, seqlens_q, seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> int:

@@ -228,9 +228,10 @@ def check_are_tensors(**arguments) -> None:
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            remedy = "flash_attn_varlen_func on its values()" if x.layout is torch.jagged else f"{name}.to_dense()"
-            raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; use {remedy}")
+        if x.is_nested or x.layout is not torch.strided:
+            remedy = "flash_attn_varlen_func on its values()" if x.is_nested else f"{name}.to_dense()"
+            kind = "a nested one" if x.is_nested else "one"
+            raise ValueError(f"{name} must be a dense tensor, got {kind} of layout {x.layout}; use {remedy}")
 
 
 def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:

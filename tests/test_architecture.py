@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "native": {"__version__"},
     "kernels": {"native"},
     "ops": {"kernels", "native", "reference", "tracing"},
-    "flops": {"ops"},
+    "flops": {"kvcache", "ops"},
     "rotary": {"ops", "kernels", "native", "tracing"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native", "tracing"},

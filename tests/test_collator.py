@@ -112,7 +112,17 @@ def test_one_row_is_that_of_transformers(labels):
             assert ours[name] == expected and type(ours[name]) is int, name
 
 
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda values: np.array(values, dtype=np.uint16)])
+CONVERSIONS = {
+    "list": list,
+    "array": np.array,
+    "tensor": torch.tensor,
+    "of 16 bits": lambda values: np.array(values, dtype=np.uint16),
+    "from its end on": lambda values: np.array(values[::-1])[::-1],
+    "big-endian": lambda values: np.array(values, dtype=">i8"),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 def test_padded_examples_of_any_type(convert):
     """A mask takes padding out, wherever it is, with its labels; other keys and examples without a token do not matter."""
     padded = [

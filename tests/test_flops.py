@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, ops
+from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, flash_attn_with_kvcache, ops
 
 HEADS, KEY_HEADS, DIM, DIM_V = 4, 2, 16, 8
 
@@ -47,6 +47,14 @@ def test_real_tokens_alone_are_counted():
     assert count(lambda q, k, v: flash_attn_ranges_func(q, k, v, None, holes, torch.ones(2, 7).bool()), *tensors(2, 7)) == flops_of(7 * 9)
     keys_alone = count(lambda q, k, v: flash_attn_ranges_func(q, k, v, None, ranges), *tensors(2, 7))
     assert keys_alone == flops_of(7 * 5 + 7 * 4)
+
+
+def test_tokens_in_pages_are_counted():
+    q, pages = torch.randn(2, 3, HEADS, DIM), torch.randn(4, 128, HEADS, DIM)
+    lengths, table = torch.tensor([130, 7], dtype=torch.int32), torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
+    assert counter.get_total_flops() == 2 * (3 * 130 + 3 * 7) * HEADS * 2 * DIM
 
 
 def test_lengths_that_cannot_be_read_count_in_full():

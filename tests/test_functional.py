@@ -259,6 +259,12 @@ WRONG = {
         "q must be a dense tensor",
         "flash_attn_varlen_func",
     ),
+    "nested": (
+        dense(v=lambda x: torch.nested.nested_tensor(list(x))),
+        "v must be a dense tensor",
+        "a nested one",
+        "flash_attn_varlen_func",
+    ),
     "sparse": (dense(q=lambda x: x.to_sparse()), "q must be a dense tensor", "torch.sparse_coo", "to_dense()"),
     "no q": (dense(q=lambda x: None), "q must be a torch.Tensor", "NoneType"),
     "array": (dense(v=lambda x: x.float().cpu().numpy()), "v must be a torch.Tensor", "ndarray"),
