@@ -173,7 +173,7 @@ def _attention(
                 *map(type, (max_seqlen_q, max_seqlen_k, *window_size)),  # 5.0 is no integer, though it equals one
             )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
-        except (TypeError, AttributeError):  # not hashable, no pair, no tensor: the checks say what is wrong
+        except (TypeError, AttributeError, RuntimeError):  # not hashable, no pair, no tensor, no sizes: the checks say what is wrong
             key = None
     if plan is None:
         check(q, k, v, seqlens_q, seqlens_k, key_mask)

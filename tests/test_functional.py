@@ -335,6 +335,15 @@ WRONG_VALUES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_where_calls_are_looked_up(monkeypatch):
+    """By what it has no sizes for."""
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    q, k, v = qkv(torch.device("cpu"))
+    with pytest.raises(ValueError, match="k must be a dense tensor, got a nested one .* use flash_attn_varlen_func"):
+        flash_attn_func(q, torch.nested.nested_tensor(list(k)), v)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_name_value_expectation_and_remedy(name, device):
     call, *words = WRONG[name]
