@@ -70,7 +70,7 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
     if not _numbers_tokens_from_zero(type(base)):
-        return f"its {name} numbers tokens otherwise than from 0 without position_ids, or by column with them"
+        return f"its {name} is not seen to number tokens from 0 without position_ids, and by nothing else with them"
     return None
 
 
@@ -138,6 +138,7 @@ def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 
 # cache_position: what positions come from before Transformers 5.4.
 _WITHOUT_POSITIONS = {"position_ids is None", "cache_position is None"}
+_WITH_POSITIONS = {"position_ids is not None", "cache_position is not None"}
 
 
 def _numbers_tokens_from_zero(base_class: type) -> bool:
@@ -159,8 +160,13 @@ def _numbers_tokens_from_zero(base_class: type) -> bool:
 def _is_for_missing_positions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     while node in parents:
         child, node = node, parents[node]
-        if isinstance(node, ast.If) and child in node.body and ast.unparse(node.test) in _WITHOUT_POSITIONS:
-            return True
+        if isinstance(node, (ast.If, ast.IfExp)):
+            then, otherwise = ([arm] if isinstance(arm, ast.AST) else arm for arm in (node.body, node.orelse))
+            tests = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
+            if child in then and any(ast.unparse(test) in _WITHOUT_POSITIONS for test in tests):
+                return True
+            if child in otherwise and ast.unparse(node.test) in _WITH_POSITIONS:
+                return True
     return False
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from emulator import build
+from hf_flash2.patches import contract, packed
 from hf_flash2.patches import loss as packed_loss
-from hf_flash2.patches import packed
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlamaModel, LlavaConfig, LlavaForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -1515,9 +1515,9 @@ REFUSED_CLASSES = {
     CutsTheMask: "CutsTheMask uses the attention mask for more than attention (last = attention_mask[:, -1])",
     RenamesTheMask: "RenamesTheMask uses the attention mask for more than attention (padding = attention_mask)",
     ComparesTheMask: "ComparesTheMask uses the attention mask for more than attention (padding = attention_mask == 0)",
-    ChoosesByColumn: "ChoosesByColumn numbers tokens otherwise than from 0 without position_ids, or by column with them",
-    CountsFromTwo: "CountsFromTwo numbers tokens otherwise than from 0 without position_ids, or by column with them",
-    ReplacesPositions: "ReplacesPositions numbers tokens otherwise than from 0 without position_ids, or by column with them",
+    ChoosesByColumn: "ChoosesByColumn is not seen to number tokens from 0 without position_ids, and by nothing else with them",
+    CountsFromTwo: "CountsFromTwo is not seen to number tokens from 0 without position_ids, and by nothing else with them",
+    ReplacesPositions: "ReplacesPositions is not seen to number tokens from 0 without position_ids, and by nothing else with them",
     NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
     HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
     KeepsThemToItself: "KeepsThemToItself does not hand on the keyword arguments that tell the attention where rows begin",
@@ -1530,6 +1530,42 @@ def test_forwards_that_packing_would_change_are_refused(made):
     places = {LlamaDecoderLayer: model.model.layers[1], LlamaAttention: model.model.layers[1].self_attn, LlamaModel: model.model}
     places[made.__base__].__class__ = made
     assert REFUSED_CLASSES[made] in refusal(model)
+
+
+def numbers_in_one_expression(self, position_ids=None, inputs_embeds=None):
+    position_ids = position_ids if position_ids is not None else torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+    return position_ids
+
+
+def numbers_in_the_other_branch(self, position_ids=None, inputs_embeds=None):
+    if position_ids is not None:
+        position_ids = position_ids.view(-1, inputs_embeds.shape[1])
+    else:
+        position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+    return position_ids
+
+
+def numbers_under_two_conditions(self, position_ids=None, inputs_embeds=None):
+    if position_ids is None and inputs_embeds is not None:
+        position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+    return position_ids
+
+
+def numbers_where_there_are_some(self, position_ids=None, inputs_embeds=None):
+    if position_ids is not None:
+        position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+    return position_ids
+
+
+@pytest.mark.parametrize(
+    ("forward", "plain"),
+    [
+        (numbers_in_one_expression, True), (numbers_in_the_other_branch, True), (numbers_under_two_conditions, True),
+        (numbers_where_there_are_some, False),
+    ],
+)  # fmt: skip
+def test_ways_to_number_tokens_from_zero(forward, plain):
+    assert contract._numbers_tokens_from_zero(type("Numbers", (), {"forward": forward})) is plain
 
 
 MIXERS = [torch.nn.Conv1d(2, 2, 3), torch.nn.Conv2d(1, 1, 3), torch.nn.GRU(2, 2), torch.nn.BatchNorm1d(2)]
@@ -1571,7 +1607,7 @@ def test_a_depth_decoder_of_audio_is_refused():
 
     sizes = _SIZES | {"backbone_hidden_size": 32, "num_codebooks": 8}
     model = CsmDepthDecoderForCausalLM._from_config(CsmDepthDecoderConfig(**sizes), attn_implementation="eager")
-    with pytest.raises(ValueError, match="its CsmDepthDecoderModel numbers tokens otherwise than from 0 .*, or by column"):
+    with pytest.raises(ValueError, match="its CsmDepthDecoderModel is not seen to number tokens from 0"):
         hf_flash2.patch(model, packed=True)
 
 
