@@ -266,10 +266,9 @@ def _integers(values: Any, name: str) -> torch.Tensor:
     try:
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        try:  # an array from its end on, or of bytes in another order
-            tensor = torch.tensor([operator.index(value) for value in values])
-        except (TypeError, ValueError, RuntimeError):
+        if getattr(getattr(values, "dtype", None), "kind", None) not in ("i", "u"):
             raise ValueError(f"{name} must be a one-dimensional sequence of integers: {error}") from error
+        tensor = torch.tensor(values.tolist())  # of an array from its end on, or of bytes in another order
     if tensor.dim() != 1 or (tensor.is_floating_point() and len(tensor)):
         raise ValueError(f"{name} must be a one-dimensional sequence of integers, got {tensor.dtype} of shape {list(tensor.shape)}")
     return tensor.to("cpu", torch.int64)

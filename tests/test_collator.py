@@ -136,6 +136,18 @@ def test_padded_examples_of_any_type(convert):
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 4]
 
 
+NO_INTEGERS = {
+    "nothing": "", "bytes": b"hello", "a set": {9, 1}, "a dict": {7: 0}, "a generator": (x for x in [1]),
+    "big-endian floats": np.array([1.0], dtype=">f8"), "words": np.array(["a"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NO_INTEGERS.values(), ids=NO_INTEGERS)
+def test_what_is_no_sequence_of_integers(values):
+    with pytest.raises(ValueError, match="must be a one-dimensional sequence of integers"):
+        PackingCollator()([{"input_ids": [1, 2]}, {"input_ids": values}])
+
+
 def test_examples_that_are_no_dict_or_have_nothing_under_a_name():
     """As tokenizers give them, and datasets whose other rows have labels."""
     example = UserDict(input_ids=[5, 6], labels=None, attention_mask=None)
