@@ -141,7 +141,7 @@ def reason_no_figure() -> str | None:
     """Why nothing can be drawn here, or None: to be asked before anything is measured."""
     try:
         import matplotlib.pyplot  # noqa: F401
-    except ImportError as error:
+    except Exception as error:  # not there, broken, or given a wrong MPLBACKEND
         return f"a figure needs matplotlib: pip install matplotlib ({error})"
     return None
 

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report. Always 0."""
     report = collect()
     text = json.dumps(report, indent=2) if args.json else render(report)
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # stdout may be closed
     print(text.encode(encoding, "backslashreplace").decode(encoding))  # a path need not be text
     return 0
 

@@ -128,6 +128,11 @@ def test_info_shows_what_is_no_text():
     assert done.returncode == 0 and "/tmp/\\udcff.so" in done.stdout, done.stderr
 
 
+def test_info_without_a_stdout():
+    done = subprocess.run(f"exec {sys.executable} -m hf_flash2 info >&-", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- run ---------------------------------------------------------------------------------------------------------------------------
 
 
