@@ -23,12 +23,15 @@ class _Answers(threading.local):
 
 
 _answers = _Answers()
+_MODES_OF_TRACERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
 def is_compiling() -> bool:
     """Whether this thread traces code, for torch.compile or torch.export. Of torch.compiler.is_compiling(), torch 2.13 and later make one
     flag of the process, which is True in all threads while one compiles."""
-    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES_OF_TRACERS)
 
 
 def masks_hold_no_documents() -> bool:
@@ -129,5 +132,8 @@ def _is_written_to(node: torch.fx.Node) -> bool:
 
 
 def _storage_of(node: torch.fx.Node) -> int:
-    """Which memory a tensor of a graph has; its views have the same."""
-    return node.meta["example_value"].untyped_storage()._cdata
+    """Which memory a tensor of a graph has, inside torch.func.grad that of the tensor in its wrapper; its views have the same."""
+    tensor = node.meta["example_value"]
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata

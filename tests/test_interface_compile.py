@@ -3,6 +3,7 @@
 The "aot_eager" backend traces forward and backward as inductor does, without the minutes inductor takes to compile for a CPU.
 """
 
+import contextlib
 import inspect
 import threading
 
@@ -11,6 +12,7 @@ import tiny_models as tiny
 import torch
 from test_interface import documents, logits
 from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache, masking_utils
 
 import hf_flash2.notices
@@ -229,8 +231,9 @@ def test_generate_with_a_compiled_static_cache(device):
     tiny.assert_same_greedy_tokens(ours, eager, input_ids=tiny.tokens(device), attention_mask=mask, **arguments, disable_compile=True)
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: FlopCounterMode(display=False)], ids=["plain", "counted"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_a_model_is_not_compiled_where_another_thread_compiles(use_cache, device, notices):
+def test_a_model_is_not_compiled_where_another_thread_compiles(use_cache, mode, device, notices):
     """From torch 2.13 on torch.compiler.is_compiling() is True in both: positions that restart would not be looked at."""
     ours, _ = tiny.twins("llama", device, DTYPE)
     inputs = {"input_ids": tiny.tokens(device)[:1], "position_ids": torch.arange(SEQLEN, device=device)[None] % 5, "use_cache": use_cache}
@@ -246,10 +249,26 @@ def test_a_model_is_not_compiled_where_another_thread_compiles(use_cache, device
     other.start()
     try:
         assert compiling.wait(60)
-        assert torch.equal(logits(ours, **inputs), alone) and notices() == []
+        with mode():
+            found = logits(ours, **inputs)
+        assert torch.equal(found, alone) and notices() == []
     finally:
         done.set()
         other.join()
+
+
+def test_compiled_gradients_of_a_model_as_a_function(device):
+    """Dynamo's tensors are wrapped there."""
+    ours, _ = tiny.twins("llama", device, torch.float32)
+    parameters = {name: x.detach() for name, x in ours.named_parameters()}
+    ids = tiny.tokens(device)[:1]
+
+    def loss(parameters):
+        return torch.func.functional_call(ours, parameters, (), {"input_ids": ids, "use_cache": False}).logits.sin().sum()
+
+    found, expected = torch.compile(torch.func.grad(loss), backend="aot_eager")(parameters), torch.func.grad(loss)(parameters)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
