@@ -57,7 +57,8 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
             return f"its {path} mixes neighbouring tokens, which may be of different rows"
         if _is_above(module, attention_layers) and not _hands_on_keyword_arguments(type(module)):
             return f"its {type(module).__name__} does not hand on the keyword arguments that tell the attention where rows begin"
-    makers = {node.id for node in ast.walk(_forward_tree(type(base))) if isinstance(node, ast.Name) and node.id.startswith("create_")}
+    tree = _forward_tree(type(base))
+    makers = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.startswith("create_")}
     if not makers:
         return f"its {name} does not make Transformers' causal mask itself, the one that packing knows how to replace"
     if "create_causal_mask" not in makers or makers - _MASKS - {"create_bidirectional_mask"}:  # that one: GPT-2's, of the encoder's tokens
@@ -66,10 +67,10 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return "its layers leave their sliding window to the mask, and packed rows have none"
     if "mrope_section" in rope_parameters(base.config):
         return "its positions have several axes"
-    other_use = _other_use_of_the_mask(type(base))
+    other_use = _other_use_of_the_mask(tree)
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
-    if not _numbers_tokens_from_zero(type(base)):
+    if not _numbers_tokens_from_zero(tree):
         return f"its {name} is not seen to number tokens from 0 without position_ids, and by nothing else with them"
     return None
 
@@ -105,9 +106,8 @@ _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding_and_no_attention_mask"}
 
 
-def _other_use_of_the_mask(base_class: type) -> str | None:
+def _other_use_of_the_mask(tree: ast.AST) -> str | None:
     """What the forward of a base model does with its attention_mask beside making the mask of the attention from it."""
-    tree = _forward_tree(base_class)
     parents = _parents(tree)
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Name) and node.id == "attention_mask"):
@@ -141,20 +141,24 @@ _WITHOUT_POSITIONS = {"position_ids is None", "cache_position is None"}
 _WITH_POSITIONS = {"position_ids is not None", "cache_position is not None"}
 
 
-def _numbers_tokens_from_zero(base_class: type) -> bool:
+def _numbers_tokens_from_zero(tree: ast.AST) -> bool:
     """Whether a forward counts the columns of its input only for position_ids that it is not given.
 
     Depth decoders of audio choose codebooks by the column, whatever position_ids say, and a packed token has another; Kosmos-2.5 counts as
     fairseq does, from 2.
     """
-    tree = _forward_tree(base_class)
     parents = _parents(tree)
     counts = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.arange"]
-    stored = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "position_ids" and isinstance(node.ctx, ast.Store)
-    ]
-    replaced = [node for node in stored if "position_ids" not in ast.unparse(getattr(_statement(node, parents), "value", node.ctx))]
+    replaced = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and _replaces_positions(node, parents)]
     return bool(counts) and all(_is_for_missing_positions(node, parents) for node in counts + replaced)
+
+
+def _replaces_positions(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this gives position_ids a value that they are no part of."""
+    if node.id != "position_ids" or not isinstance(node.ctx, ast.Store):
+        return False
+    value = getattr(_statement(node, parents), "value", None)
+    return value is None or "position_ids" not in ast.unparse(value)
 
 
 def _is_for_missing_positions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

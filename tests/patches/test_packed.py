@@ -1565,7 +1565,7 @@ def numbers_where_there_are_some(self, position_ids=None, inputs_embeds=None):
     ],
 )  # fmt: skip
 def test_ways_to_number_tokens_from_zero(forward, plain):
-    assert contract._numbers_tokens_from_zero(type("Numbers", (), {"forward": forward})) is plain
+    assert contract._numbers_tokens_from_zero(contract._forward_tree(type("Numbers", (), {"forward": forward}))) is plain
 
 
 MIXERS = [torch.nn.Conv1d(2, 2, 3), torch.nn.Conv2d(1, 1, 3), torch.nn.GRU(2, 2), torch.nn.BatchNorm1d(2)]
