@@ -115,10 +115,11 @@ def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor |
         _check_takes_no_gradient(name, x)
     q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
     on_gpu = k_cache.device.type == "cuda"
+    is_traced = tracing.is_compiling()  # then a tensor has no address
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
-        is_aligned = tracing.is_compiling() or not on_gpu or kernels.is_aligned(cache)  # a traced tensor has no address
-        if on_gpu and (cache.shape[-1] % HEAD_DIM_MULTIPLE or not (kernels.is_readable(cache) and is_aligned)):
+        fits = cache.shape[-1] % HEAD_DIM_MULTIPLE == 0 and kernels.is_readable(cache)
+        if on_gpu and not (fits and (is_traced or kernels.is_aligned(cache))):
             raise ValueError(
                 f"the head dim and the strides of {name} must be multiples of {HEAD_DIM_MULTIPLE}, its last stride 1 and its address a "
                 f"multiple of 16 bytes, got {list(cache.shape)} with strides {list(cache.stride())}; allocate such a cache once"
