@@ -51,7 +51,7 @@ from .bench_shared import (
 
 WARM_UP_CALLS = 5
 MEASURED_MS = 300.0  # GPU time per provider and point; rounds follow from it
-MIN_ROUNDS, MAX_ROUNDS = 30, 100  # of calls as long as 35 ms, medians of 10 differ by up to 2 % from run to run
+MIN_ROUNDS, MAX_ROUNDS = 30, 100  # of calls as long as 35 ms, medians of 10 differ by 3 to 10 % from run to run
 # Zeroed before every timed call: more than any L2, and 0.25 ms on an H200, during which the host queues the call it is about to time.
 FLUSH_BYTES = 2**30
 MOST_UPRIGHT_TICKS = 6  # that a panel of a figure has room for
