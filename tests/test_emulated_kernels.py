@@ -283,28 +283,33 @@ def test_dq_is_cleared_first_where_keys_are_many(deterministic, emulate):
     check(emulate("sm90", sample, resident=4, deterministic=deterministic), sample)
 
 
-def rounded_beside(workspace: int, case: Case, head_dim: int) -> tuple[int, int, int, int]:
+def tiles_of_dq(workspace: int, case: Case) -> tuple[int, int, int]:
+    """How many tiles of dq are in the scratch of a Hopper backward of head dims to 128, elements of one, and where their semaphores are."""
+    (block_m, _), columns = KERNEL_TILES[case.head_dim], -(-case.head_dim // 64) * 64
+    tiles = len(case.lengths_q) * -(-max(case.lengths_q) // block_m) * case.heads[0]
+    return tiles, block_m * columns, workspace + tiles * block_m * (columns + 2) * 4
+
+
+def rounded_beside(workspace: int, case: Case) -> tuple[int, int, int, int]:
     """How many chunks of dq were rounded beside the tasks of a Hopper backward, as its scratch says, and how many there are; thread
     blocks that have rounded, and tasks that have said that their shares are stored."""
-    (block_m, _), columns, warps = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64, 12  # of a thread block
-    tiles = len(case.lengths_q) * -(-max(case.lengths_q) // block_m) * case.heads[0]
-    semaphores = workspace + tiles * block_m * (columns + 2) * 4
+    warps = 12  # of a thread block
+    tiles, elements, semaphores = tiles_of_dq(workspace, case)
     stored = (ctypes.c_int32 * tiles).from_address(semaphores + 2 * tiles * 4)
     ends = (ctypes.c_int32 * ROUNDING_WARPS).from_address(semaphores + SEMAPHORES * tiles * 4)
     written = [end for end in ends if end != -1]  # scratch is poisoned
     assert len(written) % warps == 0
     count = sum((end - begin) // len(written) for begin, end in enumerate(written))
-    return count, tiles * block_m * columns // (64 * 32), len(written) // warps, sum(stored)
+    return count, tiles * elements // (64 * 32), len(written) // warps, sum(stored)
 
 
 def watch_what_tasks_say(library, workspace: int, workspace_bytes: int, case: Case, splits: int) -> None:
     """When all tasks of a part have said that they have added to dq, or stored their shares of dk and dv, those have to be as at the end.
     Of sequences of one length that 128 divides, heads up to 128, groups that are split alike."""
-    (block_m, block_n), columns = KERNEL_TILES[case.head_dim], -(-case.head_dim // 64) * 64
-    heads, heads_k, batch, seqlen = *case.heads, len(case.lengths_q), case.lengths_q[0]
-    query_blocks, key_blocks, of_part = -(-seqlen // block_m), seqlen // block_n, heads // (heads_k * splits)
-    tiles, head_bytes = heads * batch * query_blocks, query_blocks * block_m * columns * 4
-    said = workspace + tiles * block_m * (columns + 2) * 4 + tiles * 4
+    tiles, elements, semaphores = tiles_of_dq(workspace, case)
+    heads, heads_k, batch, block_n = *case.heads, len(case.lengths_q), KERNEL_TILES[case.head_dim][1]
+    query_blocks, key_blocks, of_part = tiles // (heads * batch), case.lengths_q[0] // block_n, heads // (heads_k * splits)
+    said, head_bytes = semaphores + tiles * 4, query_blocks * elements * 4
     share_bytes = key_blocks * block_n * 2 * case.head_dim * 2
     shares = workspace + workspace_bytes - batch * heads_k * splits * share_bytes
     for sequence, head in itertools.product(range(batch), range(heads)):
@@ -349,7 +354,7 @@ def test_dq_is_rounded_beside_tasks(
         workspace = kernels._BACKWARD_ADDRESSES.unpack(addresses)[-1]
         watch_what_tasks_say(library, workspace, backward_workspaces[-1], case, splits)
         result = backward(params, addresses)
-        rounded.append(rounded_beside(workspace, case, head_dim))
+        rounded.append(rounded_beside(workspace, case))
         said.append(what_tasks_said(library))
         return result
 
