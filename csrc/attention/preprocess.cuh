@@ -6,6 +6,7 @@
 #pragma once
 #include <math.h>
 
+#include "attention/sequence_table.cuh"
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
 #include "device/grid_dependency.cuh"
@@ -15,6 +16,13 @@ namespace hf_flash2 {
 
 constexpr int kPreprocessThreads = 256;
 
+struct PreprocessArguments {
+  HfFlash2BackwardParams params;
+  SequenceTable table;  // of key blocks, for Hopper: a thread block more makes it, the first
+  int most_key_blocks;
+  int keys_of_block;
+};
+
 // One block of threads per query block; a tile of the dQ accumulator has kColumns columns. Rows past the end of a sequence get lse = +inf,
 // so that P = exp2(S - lse) = 0 without a row mask. kFamily only keeps the kernels of the families apart, which are compiled for different
 // architectures: two of one name in one library, and the runtime may find the wrong one.
@@ -22,11 +30,19 @@ constexpr int kPreprocessThreads = 256;
 // kernel in that order, too (sm90/backward_convert.cuh), 0 to 3 %. This kernel is a tenth of a backward at d 128 causal 1k; what was
 // tried to be rid of it: TUNING.md, "First and last kernel".
 template <HfFlash2Family kFamily, int kBlockM, int kColumns, bool kClearDq, typename T>
-__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
+__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessArguments arguments) {
   if constexpr (kFamily == kSm90) let_next_kernel_begin();
+  const HfFlash2BackwardParams& params = arguments.params;
   const HfFlash2ForwardParams& forward = params.forward;
   const Workspace workspace(params, kBlockM, kColumns);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.next_unit = 0;
+  if (kFamily == kSm90 && arguments.table.entries != nullptr && blockIdx.x == 0) {
+    const auto blocks_of = [&](int batch) {
+      const int keys = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length;
+      return (keys + arguments.keys_of_block - 1) / arguments.keys_of_block;
+    };
+    return arguments.table.make<kPreprocessThreads>(arguments.most_key_blocks, count_sequences(forward.batch, 0, blocks_of));
+  }
   const QueryBlock at(forward, kBlockM, gridDim.x - 1 - blockIdx.x);
   const int query_block = at.number, head = at.head, batch = at.batch;
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);

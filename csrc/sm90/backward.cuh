@@ -37,9 +37,9 @@ struct Rounds : Shape {
   static constexpr bool kRounds = true;
 };
 
-// Where only the first key block comes to a query block, that task has all of its dQ, which the consumers round and store: no kernel need do so
-// later. PERF: where these blocks are many, 1 to 10 %; a kernel of its own, as for others the loop is 1 to 2 % slower. TUNING.md, "dQ of one
-// task".
+// For short causal sequences. Where only the first key block comes to a query block, that task has all of its dQ, which the consumers round and
+// store: no kernel need do so later. PERF: where these blocks are many, 1 to 10 %; a kernel of its own, as for others the loop is 1 to 2 % slower.
+// TUNING.md, "dQ of one task". Where only the device knows their lengths, tasks are found by a table (SequenceTable).
 template <typename Shape>
 struct StoresLone : Shape {
   static constexpr bool kStoresLone = true;
@@ -427,6 +427,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
       if (has_watcher(arguments)) watch_turns<Shape>(arguments, shared);
     } else if (warp == 1) {
       add_query_gradients<Shape>(arguments, shared);
+    } else if constexpr (Shape::kStoresLone) {
+      CountedSequence first{};
+      if (arguments.counts_units())
+        first =
+            count_to(static_cast<int>(blockIdx.x) / arguments.parts(),
+                     count_sequences(arguments.params.forward.batch, 0, [&](int batch) { return arguments.key_blocks_of<Shape>(batch); }));
+      if (elect_one()) load_tasks<Shape>(arguments, shared, first);
     } else if (elect_one()) {
       load_tasks<Shape>(arguments, shared);
     }

@@ -146,7 +146,13 @@ struct BackwardPlan {
   int64_t key_blocks;    // of one head: GroupSplits::blocks
   int64_t parts;         // of all sequences
   int64_t share_blocks;  // thread blocks that add shares
-  int64_t shares_at;     // bytes of the workspace before the shares of dK and dV
+  int64_t units;         // tasks there may be, as the scheduler counts them
+  bool may_round;        // by the kernel for that (Rounds)
+  bool stores_lone;      // by the kernel for short sequences (StoresLone)
+  bool has_table;        // of key blocks, as that takes one where only the device knows them: SequenceTable
+  int most_blocks;       // that may stand there
+  int64_t table_at;      // bytes of the workspace before it
+  int64_t shares_at;     // and before the shares of dK and dV
   int64_t workspace_bytes;
 
   template <typename Shape>
@@ -169,9 +175,20 @@ struct BackwardPlan {
     plan.key_blocks = GroupSplits::count_blocks(params, Shape::kBlockN);
     plan.parts = plan.whole + plan.rest * plan.splits;
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.parts, "attention backward, sm90");
+    const bool packed = params.sequences_k.cu_seqlens != nullptr;
+    const int64_t all_blocks = ceil_div(params.max_seqlen_k, Shape::kTaskKeys) * params.batch;
+    plan.most_blocks =
+        static_cast<int>(packed ? std::min<int64_t>(all_blocks, params.total_k / Shape::kTaskKeys + params.batch) : all_blocks);
+    plan.units = ceil_div(params.max_seqlen_k, Shape::kTaskKeys) * plan.parts;
+    plan.may_round = Shape::kHeadDim <= 128 && params.softcap == 0.f && params.dropout_p == 0.f &&
+                     has_many_tasks(plan.units, multiprocessors(params.device));
+    plan.stores_lone = plan.may_round && has_many_lone<Shape>(backward);
+    plan.has_table = plan.stores_lone && have_lengths(params.sequences_k);
     plan.workspace_bytes = Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns);
+    plan.table_at = ceil_div(plan.workspace_bytes, 16) * 16;
+    if (plan.has_table) plan.workspace_bytes = plan.table_at + SequenceTable::bytes(plan.most_blocks);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
-    const int64_t shared = params.sequences_k.cu_seqlens != nullptr ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
+    const int64_t shared = packed ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
     const int64_t share_tiles = plan.splits > 1 ? ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.rest : 0;
     plan.share_blocks = share_tiles * Shape::kShareThreadBlocks;
     check_count(query_tiles + plan.share_blocks, "attention backward, sm90, convert");
@@ -283,18 +300,14 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.cap = ScoreCap::of(forward);
   arguments.dropout = DropoutRate::of(forward.dropout_p);
 
-  const int64_t units = ceil_div(forward.max_seqlen_k, Shape::kTaskKeys) * plan.parts;
-  const bool may_round = Shape::kHeadDim <= 128 && forward.softcap == 0.f && forward.dropout_p == 0.f &&
-                         has_many_tasks(units, multiprocessors(forward.device));
-  const int rounding = may_round && plan.whole == 0 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
+  const int rounding = plan.may_round && plan.whole == 0 ? choose_rounding_blocks<Shape>(forward, multiprocessors(forward.device)) : 0;
   const int computing = std::max(1, (multiprocessors(forward.device) - rounding) / Shape::kCluster);  // tasks at once
   arguments.scheduler = choose_order<Shape>(params, plan, arguments.counts_units(), rounding > 0, computing);
   char* const shares = static_cast<char*>(params.workspace) + plan.shares_at;
   const int group = forward.heads_q / forward.heads_k;
   arguments.groups = {shares, Divisor::of(group), Divisor::of(plan.splits), Divisor::of(group / plan.splits), plan.whole, plan.key_blocks};
 
-  const bool stores_lone = may_round && has_many_lone<Shape>(params);
-  arguments.dq_stages = choose_dq_stages<Shape>(params, plan, units);
+  arguments.dq_stages = choose_dq_stages<Shape>(params, plan, plan.units);
 
   // PERF: that the kernels overlap and that nothing clears dQ is worth 2 and 6 to 9 % at 512 and 1k, 2 % at d 128, 4k.
   // TUNING.md, "First and last kernel".
@@ -306,10 +319,14 @@ void launch_backward(HfFlash2BackwardParams params) {
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   arguments.query_blocks = static_cast<int>(query_blocks), arguments.rounding_blocks = rounding;
   arguments.tells_stored = rounding > 0 && plan.splits > 1;
-  arguments.task_blocks = static_cast<int>(std::min<int64_t>(units, computing)) * Shape::kCluster;
+  arguments.task_blocks = static_cast<int>(std::min<int64_t>(plan.units, computing)) * Shape::kCluster;
+  arguments.table = {nullptr};
+  if (plan.has_table) arguments.table = {reinterpret_cast<int2*>(static_cast<char*>(params.workspace) + plan.table_at)};
+  const PreprocessArguments prepared{params, arguments.table, plan.most_blocks, Shape::kTaskKeys};
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
-        params, query_blocks, kPreprocessThreads, 0, forward.device, forward.stream, "attention backward, sm90, preprocess");
+        prepared, query_blocks + plan.has_table, kPreprocessThreads, 0, forward.device, forward.stream,
+        "attention backward, sm90, preprocess");
   };
   if (arguments.first_stores)
     preprocess(std::false_type{});
@@ -320,9 +337,9 @@ void launch_backward(HfFlash2BackwardParams params) {
   auto* compute =
       params.deterministic ? launch<kInOrder, BackwardArguments, Shape::kCluster> : launch<kKernel, BackwardArguments, Shape::kCluster>;
   if constexpr (Shape::kHeadDim <= 128) {
-    if (stores_lone)
+    if (plan.stores_lone)
       compute = launch<backward_kernel<StoresLone<Rounds<Shape>>, T>, BackwardArguments, Shape::kCluster>;
-    else if (may_round)
+    else if (plan.may_round)
       compute = launch<backward_kernel<Rounds<Shape>, T>, BackwardArguments, Shape::kCluster>;
   }
   compute(arguments, arguments.task_blocks + rounding, Shape::kThreads, shared_bytes, forward.device, forward.stream, kName, start,
@@ -332,13 +349,13 @@ void launch_backward(HfFlash2BackwardParams params) {
   const int early_parts = asks ? count_early_parts(arguments.scheduler, computing, last_parts) : 0;
   const int early_blocks = static_cast<int>(ceil_div(forward.max_seqlen_q, Shape::kBlockM)) * arguments.groups.heads_before(early_parts);
   const int convert_blocks = rounding > 0 ? 0 : arguments.query_blocks;
-  const ConvertArguments convert{params, arguments.groups, convert_blocks, early_blocks, stores_lone, asks};
+  const ConvertArguments convert{params, arguments.groups, convert_blocks, early_blocks, plan.stores_lone, asks};
   launch<convert_kernel<Shape, T>>(convert, convert_blocks + plan.share_blocks, Shape::kDqPieces * 128, 0, forward.device, forward.stream,
                                    "attention backward, sm90, convert", start, 0, arguments.dq_stages > 1);  // or none
   if constexpr (Shape::kHeadDim <= 128) {
     if (rounding > 0) {
-      auto* round = stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>
-                                : launch<round_rest_kernel<Shape, T>, BackwardArguments>;
+      auto* round = plan.stores_lone ? launch<round_rest_kernel<StoresLone<Shape>, T>, BackwardArguments>
+                                     : launch<round_rest_kernel<Shape, T>, BackwardArguments>;
       round(arguments, std::min<int64_t>(query_blocks, multiprocessors(forward.device)), Shape::kThreads,
             RoundingSizes<Shape>::kSharedBytes, forward.device, forward.stream, "attention backward, sm90, round", start, 0, false);
     }

@@ -221,8 +221,10 @@ __device__ __forceinline__ void for_each_task(const BackwardArguments& arguments
 // to 10. In a fixed order, causal was 5 to 40 % slower than a task each.
 // Of sequences whose lengths only the device knows, it takes the key blocks there are; to drop one that is not there takes 1.7 us. PERF: batches to
 // 2k, 4k, 8k, filled to 30 %, 1 to 5 %. TUNING.md, "Tasks", also for what was tried.
+// first_sequence: of kernels with a table (StoresLone), the sequence of the first task.
 template <typename Shape>
-__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared) {
+__device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, const BackwardShared<Shape>& shared,
+                                           CountedSequence first_sequence = {}) {
   const Workspace workspace(arguments.params, Shape::kBlockM, Shape::kDqColumns);
   Loader<Shape> loader{arguments, shared};
   uint32_t tasks = 0;  // handed over so far
@@ -240,11 +242,20 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
   const auto take = [&] { return take_unit<Shape::kCluster>(shared, workspace.next_unit, first, taken); };
   int unit = in_order ? take() : blockIdx.x / Shape::kCluster, key_block, batch_head;
   if (arguments.counts_units()) {
-    CountedBlocks blocks;
+    const int parts = arguments.parts();
     const auto count = [&](int batch) { return arguments.key_blocks_of<Shape>(batch); };
-    for (; blocks.find(arguments.scheduler, arguments.params.forward.batch, arguments.parts(), unit, count, key_block, batch_head);
-         unit = take())
-      load(key_block, batch_head);
+    if constexpr (Shape::kStoresLone) {
+      CountedSequence at = in_order ? arguments.table.find(unit / parts, count) : first_sequence;
+      for (; at.blocks > 0; at = arguments.table.find(unit / parts, count)) {
+        arguments.scheduler.tile_among(at.blocks, parts, unit - at.first * parts, key_block, batch_head);
+        load(key_block, at.batch * parts + batch_head);
+        unit = take();
+      }
+    } else {
+      CountedBlocks blocks;
+      for (; blocks.find(arguments.scheduler, arguments.params.forward.batch, parts, unit, count, key_block, batch_head); unit = take())
+        load(key_block, batch_head);
+    }
     wait_for_kernel_before();
   } else {
     for (const int units = arguments.scheduler.units(); unit < units; unit = take()) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/sequence_table.cuh"
 #include "attention/softcap.cuh"
 #include "attention/workspace.cuh"
 #include "device/cluster.cuh"
@@ -60,6 +61,7 @@ struct BackwardArguments {
   const float* delta;                   // of the Workspace: to find it there takes registers that the loader has not
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
+  SequenceTable table;  // of key blocks, where counts_units() of short sequences (StoresLone); made by the kernel before
   GroupSplits groups;
   int query_blocks;     // of all heads
   int task_blocks;      // thread blocks that compute

@@ -311,7 +311,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) forward_
         named_barrier_sync(kFirstBarrier, 64);
         first_batch = load_shared_int(shared.first_batch());
       }
-      if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared, first_batch);
+      CountedSequence at{0, 0, 0};
+      if constexpr (kExtra == ForwardExtra::kListed)
+        at = count_to(arguments.heads.quotient(blockIdx.x / Shape::kColumnParts),
+                      arguments.template counted_sequences<Shape::kBlockM>(first_batch));
+      if (elect_one()) load_tiles<Shape, kExtra>(arguments, shared, first_batch, at);
     }
   }
   if constexpr (kClusters) cluster_meet();  // the peer may still say that it has read what came from here

@@ -76,8 +76,7 @@ int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_block
 // Below, d 128 loses 3 % at 1k.
 inline bool wants_counter(const HfFlash2ForwardParams& params, int query_blocks) {
   constexpr int kMany = 16;
-  return params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr ||
-         (is_triangular(params) && query_blocks > kMany);
+  return have_lengths(params.sequences_q) || have_lengths(params.sequences_k) || (is_triangular(params) && query_blocks > kMany);
 }
 
 // Heads whose tiles take turns, in tiles' heads: their K and V stay in L2. PERF: 4 in place of 16 at d 128 causal, 16k, 4 %.
@@ -96,6 +95,7 @@ struct ForwardPlan {
   int splits;
   int resident;  // thread blocks, or clusters, that run at once
   bool counts_tiles;
+  bool has_table;  // of query blocks: SequenceTable
   SharedTiles shared;
 
   template <typename Shape>
@@ -113,6 +113,9 @@ struct ForwardPlan {
     check_count(plan.tiles() * plan.splits, "attention forward, sm90");
     plan.resident = workers * Shape::kBlocksPerSm;
     plan.counts_tiles = plan.splits == 1 && wants_counter(params, plan.query_blocks) && plan.tiles() > plan.resident;
+    const bool usual = params.softcap == 0.f && params.dropout_p == 0.f && params.block_table == nullptr;
+    plan.has_table = Shape::kHasListed && usual && plan.counts_tiles && have_lengths(params.sequences_q) &&
+                     SequenceTable::pays(params.batch, plan.most_blocks(params, Shape::kBlockM), plan.heads / params.batch, plan.resident);
     const int run = plan.splits == 1 ? choose_run<Shape>(params, plan.tiles(), key_blocks, block_time, plan.resident) : 0;
     plan.shared = {run > 0 ? static_cast<int>(plan.tiles() % plan.resident) : 0, key_blocks, run};
     return plan;
@@ -120,8 +123,16 @@ struct ForwardPlan {
 
   int64_t tiles() const { return int64_t{query_blocks} * heads; }
 
+  // Where tiles are counted: the workspace is their counter and, from kTableAt on, a table of query blocks.
+  static constexpr int64_t kTableAt = 16;
+  int most_blocks(const HfFlash2ForwardParams& params, int block_m) const {
+    const int64_t all = int64_t{params.batch} * query_blocks;
+    const bool packed = params.sequences_q.cu_seqlens != nullptr;
+    return static_cast<int>(packed ? std::min(all, int64_t{params.total_q} * tile_heads / block_m + params.batch) : all);
+  }
   int64_t workspace_bytes(const HfFlash2ForwardParams& params, int block_m) const {
     if (shared.any()) return shared.slots() * int64_t{block_m} * (params.head_dim_v + 1) * 4;
+    if (has_table) return kTableAt + SequenceTable::bytes(most_blocks(params, block_m));
     return splits > 1 ? ForwardResults::share_bytes(params, splits) : counts_tiles ? sizeof(int32_t) : 0;
   }
 };
@@ -141,6 +152,17 @@ namespace {  // each file has its own
 __global__ void clear_counter_kernel(const __grid_constant__ ForwardArguments arguments) {
   let_next_kernel_begin();
   if (threadIdx.x == 0) *arguments.next_tile = 0;
+}
+
+// The same, where it has a table.
+constexpr int kListThreads = 1024;
+template <int kBlockM>
+__global__ void __launch_bounds__(kListThreads) list_tiles_kernel(const __grid_constant__ ForwardArguments arguments) {
+  let_next_kernel_begin();
+  if (threadIdx.x == 0) *arguments.next_tile = 0;
+  const HfFlash2ForwardParams& params = arguments.params;
+  const int first_batch = arguments.begins_with_longest() ? find_longest(params.sequences_k, params.batch, params.max_seqlen_k) : 0;
+  arguments.table.make<kListThreads>(arguments.most_blocks, arguments.counted_sequences<kBlockM>(first_batch));
 }
 }  // namespace
 
@@ -182,11 +204,18 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, choose_heads_at_once(params, tile_heads));
   if (order == TileOrder::kLastBlockFirst && splits == 1 && !plan.counts_tiles)
     arguments.scheduler.go_back(plan.resident / Shape::kBlocksPerSm);
-  arguments.next_tile = nullptr;
+  arguments.next_tile = nullptr, arguments.table = {nullptr};
   Start start = Start::kInOrder;
   if (plan.counts_tiles) {
     arguments.next_tile = static_cast<int32_t*>(params.workspace);
-    launch<clear_counter_kernel>(arguments, 1, 32, 0, params.device, params.stream, "attention forward, sm90, counter");
+    arguments.most_blocks = plan.most_blocks(params, Shape::kBlockM);
+    if (plan.has_table) arguments.table = {reinterpret_cast<int2*>(static_cast<char*>(params.workspace) + ForwardPlan::kTableAt)};
+    auto* clear = launch<clear_counter_kernel, ForwardArguments>;
+    if constexpr (Shape::kHasListed) {
+      if (plan.has_table) clear = launch<list_tiles_kernel<Shape::kBlockM>, ForwardArguments>;
+    }
+    clear(arguments, 1, plan.has_table ? kListThreads : 32, 0, params.device, params.stream, "attention forward, sm90, counter",
+          Start::kInOrder, 0, false);
     start = Start::kEarly;
   }
   const int units = static_cast<int>(arguments.scheduler.units() * splits);
@@ -209,6 +238,9 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
   if constexpr (Shape::kHasDropout) {
     if (params.dropout_p > 0.f) compute = launch<forward_kernel<Shape, T, ForwardExtra::kDropout>, ForwardArguments>;
+  }
+  if constexpr (Shape::kHasListed) {
+    if (plan.has_table) compute = launch<forward_kernel<Shape, T, ForwardExtra::kListed>, ForwardArguments>;
   }
   compute(arguments, blocks * Shape::kColumnParts, Shape::kThreads, shared_bytes, params.device, params.stream, "attention forward, sm90",
           start, ForwardShared<Shape>::kBytesWithGaps, false);

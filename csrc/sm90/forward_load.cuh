@@ -9,16 +9,17 @@
 namespace hf_flash2::sm90 {
 
 // What a forward does beside the usual, in a kernel of its own, which leaves the code of the other as it is.
-enum class ForwardExtra { kNone, kCapped, kPaged, kDropout, kPagedCapped };
+enum class ForwardExtra { kNone, kCapped, kPaged, kDropout, kPagedCapped, kListed };  // kListed: with a table of its tiles
 
 template <ForwardExtra kExtra>
 constexpr bool kIsPaged = kExtra == ForwardExtra::kPaged || kExtra == ForwardExtra::kPagedCapped;
 template <ForwardExtra kExtra>
 constexpr bool kIsCapped = kExtra == ForwardExtra::kCapped || kExtra == ForwardExtra::kPagedCapped;
 
-// first_batch: the sequence that comes first.
+// first_batch: the sequence that comes first; at: that of the first tile, where there is a table.
 template <typename Shape, ForwardExtra kExtra>
-__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, int first_batch) {
+__device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, int first_batch,
+                                           CountedSequence at) {
   constexpr int kStages = Shape::kStages;
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
@@ -78,12 +79,16 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
   uint32_t taken = 0;  // from the counter so far
   const auto first = [&] { return gridDim.x / Shape::kColumnParts; };
   const auto take = [&] { return take_unit<Shape::kColumnParts>(shared, arguments.next_tile, first, taken); };
-  // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
-  // delays it.
-  if (arguments.next_tile != nullptr)
-    for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, first_batch, take, load);
-  else
-    for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
+  if constexpr (kExtra == ForwardExtra::kListed) {
+    for_each_listed_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, at, take, load);
+  } else {
+    // PERF: two loops. In one, the d 64 and 128 kernels that do not count lost 3 to 5 % at 512 and 1k: what precedes the loads of a tile
+    // delays it.
+    if (arguments.next_tile != nullptr)
+      for_each_counted_tile<Shape::kBlockM, Shape::kColumnParts>(arguments, first_batch, take, load);
+    else
+      for_each_tile<Shape::kConsumers == 3, Shape::kSharesTiles, Shape::kColumnParts>(arguments, load);
+  }
   hand_over(ForwardTask::none());
 }
 

@@ -49,6 +49,9 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static_assert(!kLeavesBlocks || kQueryParts == 1, "a warpgroup that leaves a tile does not wait for Q");
   // With 80 keys a block, at d 256, capped scores spill a register.
   static constexpr bool kHasCapped = kHeadDimension < 256 || (kHeadDimension == 256 && kSize == TileSize::kSmall);
+  // A table of its tiles (SequenceTable). PERF: a kernel of its own: with another loader in it, others are 0 to 3 % slower. TUNING.md, "Many short
+  // sequences".
+  static constexpr bool kHasListed = kHeadDimension <= 128;
   // Dropout: in one size of tiles, but d 64. PERF: TUNING.md, "Forward tiles".
   static constexpr bool kHasDropout =
       kHeadDimension == 64 || (kHeadDimension <= 256 && kSize == (kHeadDimension < 256 ? TileSize::kLarge : TileSize::kSmall));

@@ -5,6 +5,7 @@
 #include "attention/dropout.cuh"
 #include "attention/gaps.cuh"
 #include "attention/mask.cuh"
+#include "attention/sequence_table.cuh"
 #include "attention/softcap.cuh"
 #include "device/grid_dependency.cuh"
 #include "device/semaphore.cuh"
@@ -80,11 +81,23 @@ struct ForwardArguments {
   SharedTiles shared;
   ScoreCap cap;
   DropoutRate dropout;
-  int32_t* next_tile;  // counts the tiles that thread blocks take one after another; null: they have equal shares
+  int32_t* next_tile;   // counts the tiles that thread blocks take one after another; null: they have equal shares
+  SequenceTable table;  // of query blocks
+  int most_blocks;      // that may stand there
 
   // Whether the longest sequence comes first: its tiles multiply more of what they load than short ones, and zeros in gaps are written beside the
   // first tiles. PERF: filled to 30 %, 2k, 3 to 4 %. TUNING.md, "Zeros in gaps".
   __device__ __forceinline__ bool begins_with_longest() const { return next_tile != nullptr && may_have_gaps(params); }
+  // Query blocks of a sequence, or where heads of a group share tiles, of these.
+  template <int kBlockM>
+  __device__ __forceinline__ int blocks_of(int batch) const {
+    const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
+    return ((queries << tile_heads_log2) + kBlockM - 1) / kBlockM;
+  }
+  template <int kBlockM>
+  __device__ __forceinline__ auto counted_sequences(int first_batch) const {
+    return count_sequences(params.batch, first_batch, [this](int batch) { return blocks_of<kBlockM>(batch); });
+  }
 };
 
 // A query block and a share of its keys. The loader finds it and leaves it in shared memory for the consumers.
@@ -199,15 +212,26 @@ __device__ __forceinline__ void for_each_tile(const ForwardArguments& arguments,
 template <int kBlockM, int kBlocks, typename Take, typename F>
 __device__ __forceinline__ void for_each_counted_tile(const ForwardArguments& arguments, int first_batch, const Take& take, const F& f) {
   const HfFlash2ForwardParams& params = arguments.params;
-  const auto count = [&](int batch) {
-    const int queries = find_sequence(params.sequences_q, params.batch, batch, params.max_seqlen_q).length;
-    return ((queries << arguments.tile_heads_log2) + kBlockM - 1) / kBlockM;
-  };
+  const auto count = [&](int batch) { return arguments.blocks_of<kBlockM>(batch); };
   const int heads = static_cast<int>(arguments.heads.divisor);
   CountedBlocks tiles{first_batch};
   int query_block, batch_head;
   for (int number = blockIdx.x / kBlocks; tiles.find(arguments.scheduler, params.batch, heads, number, count, query_block, batch_head);) {
     f(query_block, batch_head, 0, Piece{});
+    number = take();
+  }
+  wait_for_kernel_before();
+}
+
+// The same where there is a table; at: the sequence of the first, before that is there.
+template <int kBlockM, int kBlocks, typename Take, typename F>
+__device__ __forceinline__ void for_each_listed_tile(const ForwardArguments& arguments, CountedSequence at, const Take& take, const F& f) {
+  const int heads = static_cast<int>(arguments.heads.divisor);
+  const auto count = [&](int batch) { return arguments.blocks_of<kBlockM>(batch); };
+  for (int number = blockIdx.x / kBlocks; at.blocks > 0; at = arguments.table.find(arguments.heads.quotient(number), count)) {
+    int query_block, head;
+    arguments.scheduler.tile_among(at.blocks, heads, number - at.first * heads, query_block, head);
+    f(query_block, at.batch * heads + head, 0, Piece{});
     number = take();
   }
   wait_for_kernel_before();

@@ -20,6 +20,9 @@
 #define blockIdx (::emulator::current->block_index)
 static const dim3 &gridDim = emulator::grid_size, &blockDim = emulator::block_size;  // no macros: members of cudaLaunchConfig_t, too
 
+struct int2 {
+  int x, y;
+};
 struct uint2 {
   unsigned x, y;
 };
@@ -35,6 +38,7 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
@@ -133,6 +137,11 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
   return emulator::shuffle(mask, "__shfl_sync", value, lane & 31);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int lanes) {
+  const int lane = emulator::current->lane;
+  return emulator::shuffle(mask, "__shfl_up_sync", value, lane >= lanes ? lane - lanes : lane);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
