@@ -221,6 +221,21 @@ def test_tables_of_many_short_sequences(number, head_dim, heads, form, causal, i
     assert forward_workspaces[0] > 16 + 8 * len(lengths)
 
 
+def test_tables_of_sequences_that_end_before_they_begin(library, monkeypatch):
+    """Wrong cu_seqlens: those before the wrong one keep their places in the table, and nothing is written outside of it."""
+    good = torch.arange(261, dtype=torch.int32) * 10
+    wrong, at = good.clone(), 201
+    wrong[at] = good[-1]  # the sequence before takes the most tokens there may be, this one less than none
+    q, k, v, dout = (torch.randn(int(good[-1]), 1, 128).to(torch.bfloat16).requires_grad_() for _ in range(4))
+    with emulated.running(monkeypatch, library, emulated.WIDEST_HOPPER, resident=3):
+        results = []
+        for bounds in (good, wrong):
+            out = flash_attn_varlen_func(q, k, v, bounds, bounds, 64, 64, causal=True)
+            results.append([x[: good[at - 1]] for x in (out, *torch.autograd.grad(out, (q, k, v), dout))])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "heads", "queries"), ((128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900))
 )

@@ -13,7 +13,8 @@ struct CountedSequences {
   F blocks_of;
 
   __device__ __forceinline__ int batch(int index) const { return index == 0 ? first : index <= first ? index - 1 : index; }
-  __device__ __forceinline__ int blocks(int index) const { return index < batches ? blocks_of(batch(index)) : 0; }
+  // Never negative, as lengths of wrong cu_seqlens may be: where these say that blocks are, something is written.
+  __device__ __forceinline__ int blocks(int index) const { return index < batches ? max(0, blocks_of(batch(index))) : 0; }
 };
 template <typename F>
 __device__ __forceinline__ CountedSequences<F> count_sequences(int batches, int first, const F& blocks_of) {
