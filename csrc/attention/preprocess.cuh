@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.next_unit = 0;
   if (kFamily == kSm90 && arguments.table.entries != nullptr && blockIdx.x == 0) {
     const auto blocks_of = [&](int batch) {
-      const int keys = find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length;
-      return (keys + arguments.keys_of_block - 1) / arguments.keys_of_block;
+      return count_blocks_of(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k, arguments.keys_of_block);
     };
     return arguments.table.make<kPreprocessThreads>(arguments.most_key_blocks, count_sequences(forward.batch, 0, blocks_of));
   }

@@ -38,6 +38,14 @@ __device__ __forceinline__ int find_longest(const HfFlash2Sequences& sequences, 
   return found;
 }
 
+// The `index`-th sequence where `first` comes before all others, and these in order.
+__device__ __forceinline__ int batch_in_order(int index, int first) { return index == 0 ? first : index <= first ? index - 1 : index; }
+
+// Blocks of `size` tokens of a sequence.
+__device__ __forceinline__ int count_blocks_of(const HfFlash2Sequences& sequences, int batch_size, int batch, int max_seqlen, int size) {
+  return (find_sequence(sequences, batch_size, batch, max_seqlen).length + size - 1) / size;
+}
+
 // Number of the first block of `size` tokens of sequence `batch`, counted over all sequences so that blocks of different ones never meet,
 // whatever the lengths, without knowing them on the host: cu_seqlens[batch] / size + batch when packed (each earlier sequence wastes less than
 // one block), batch * ceil(max_seqlen / size) when dense.

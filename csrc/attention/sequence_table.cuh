@@ -4,15 +4,19 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <algorithm>
+
+#include "attention/sequence.cuh"
+
 namespace hf_flash2 {
 
-// The order of sequences: `first` before all others, these in their own. blocks_of(batch): of a sequence.
+// Sequences in the order of batch_in_order(). blocks_of(batch): of a sequence.
 template <typename F>
 struct CountedSequences {
   int batches, first;
   F blocks_of;
 
-  __device__ __forceinline__ int batch(int index) const { return index == 0 ? first : index <= first ? index - 1 : index; }
+  __device__ __forceinline__ int batch(int index) const { return batch_in_order(index, first); }
   // Never negative, as lengths of wrong cu_seqlens may be: where these say that blocks are, something is written.
   __device__ __forceinline__ int blocks(int index) const { return index < batches ? max(0, blocks_of(batch(index))) : 0; }
 };
@@ -56,6 +60,12 @@ __device__ __forceinline__ CountedSequence count_to(int number, const CountedSeq
 struct SequenceTable {
   int2* entries;  // null: no table. How many blocks there are; then of each its sequence, and the number of the first block of that
 
+  // How many blocks there may be. of_longest: of the longest sequence; of_tokens: whole ones of all tokens, if packed, and each sequence has a part of
+  // one more.
+  static int most_blocks(const HfFlash2Sequences& sequences, int batches, int64_t of_longest, int64_t of_tokens) {
+    const int64_t all = batches * of_longest;
+    return static_cast<int>(sequences.cu_seqlens != nullptr ? std::min(all, of_tokens + batches) : all);
+  }
   // Whether counting on from one sequence to the next would take longer. most_blocks: that there may be; heads: of each; workers: who take one
   // after another.
   // PERF: that takes one thread some 170 cycles a sequence. TUNING.md, "Many short sequences".

@@ -175,11 +175,9 @@ struct BackwardPlan {
     plan.key_blocks = GroupSplits::count_blocks(params, Shape::kBlockN);
     plan.parts = plan.whole + plan.rest * plan.splits;
     check_count(ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.parts, "attention backward, sm90");
-    const bool packed = params.sequences_k.cu_seqlens != nullptr;
-    const int64_t all_blocks = ceil_div(params.max_seqlen_k, Shape::kTaskKeys) * params.batch;
-    plan.most_blocks =
-        static_cast<int>(packed ? std::min<int64_t>(all_blocks, params.total_k / Shape::kTaskKeys + params.batch) : all_blocks);
-    plan.units = ceil_div(params.max_seqlen_k, Shape::kTaskKeys) * plan.parts;
+    const int64_t of_longest = ceil_div(params.max_seqlen_k, Shape::kTaskKeys);
+    plan.most_blocks = SequenceTable::most_blocks(params.sequences_k, params.batch, of_longest, params.total_k / Shape::kTaskKeys);
+    plan.units = of_longest * plan.parts;
     plan.may_round = Shape::kHeadDim <= 128 && params.softcap == 0.f && params.dropout_p == 0.f &&
                      has_many_tasks(plan.units, multiprocessors(params.device));
     plan.stores_lone = plan.may_round && has_many_lone<Shape>(backward);
@@ -188,7 +186,7 @@ struct BackwardPlan {
     plan.table_at = ceil_div(plan.workspace_bytes, 16) * 16;
     if (plan.has_table) plan.workspace_bytes = plan.table_at + SequenceTable::bytes(plan.most_blocks);
     plan.shares_at = ceil_div(plan.workspace_bytes, 128) * 128;
-    const int64_t shared = packed ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
+    const int64_t shared = params.sequences_k.cu_seqlens != nullptr ? params.heads_k : plan.rest;  // key heads with shares: GroupSplits
     const int64_t share_tiles = plan.splits > 1 ? ceil_div(params.max_seqlen_k, Shape::kBlockN) * plan.rest : 0;
     plan.share_blocks = share_tiles * Shape::kShareThreadBlocks;
     check_count(query_tiles + plan.share_blocks, "attention backward, sm90, convert");

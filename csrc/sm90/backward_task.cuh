@@ -79,8 +79,7 @@ struct BackwardArguments {
   template <typename Shape>
   __device__ __forceinline__ int key_blocks_of(int batch) const {
     const HfFlash2ForwardParams& forward = params.forward;
-    return (find_sequence(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k).length + Shape::kTaskKeys - 1) /
-           Shape::kTaskKeys;
+    return count_blocks_of(forward.sequences_k, forward.batch, batch, forward.max_seqlen_k, Shape::kTaskKeys);
   }
   // How many units there are, by a warp.
   template <typename Shape>

@@ -126,9 +126,7 @@ struct ForwardPlan {
   // Where tiles are counted: the workspace is their counter and, from kTableAt on, a table of query blocks.
   static constexpr int64_t kTableAt = 16;
   int most_blocks(const HfFlash2ForwardParams& params, int block_m) const {
-    const int64_t all = int64_t{params.batch} * query_blocks;
-    const bool packed = params.sequences_q.cu_seqlens != nullptr;
-    return static_cast<int>(packed ? std::min(all, int64_t{params.total_q} * tile_heads / block_m + params.batch) : all);
+    return SequenceTable::most_blocks(params.sequences_q, params.batch, query_blocks, int64_t{params.total_q} * tile_heads / block_m);
   }
   int64_t workspace_bytes(const HfFlash2ForwardParams& params, int block_m) const {
     if (shared.any()) return shared.slots() * int64_t{block_m} * (params.head_dim_v + 1) * 4;

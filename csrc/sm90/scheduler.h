@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "attention/sequence.cuh"
 #include "launch.h"
 #include "params.h"
 
@@ -135,7 +136,7 @@ struct CountedBlocks {
   __device__ __forceinline__ bool find(const TileScheduler& scheduler, int batches, int heads, int number, const F& count, int& block,
                                        int& batch_head) {
     for (; at < batches; ++at) {
-      const int batch = at == 0 ? first_batch : at <= first_batch ? at - 1 : at, blocks = count(batch);
+      const int batch = batch_in_order(at, first_batch), blocks = count(batch);
       if (number < first + blocks * heads) {
         scheduler.tile_among(blocks, heads, number - first, block, batch_head);
         batch_head += batch * heads;
