@@ -242,9 +242,9 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
   const auto take = [&] { return take_unit<Shape::kCluster>(shared, workspace.next_unit, first, taken); };
   int unit = in_order ? take() : blockIdx.x / Shape::kCluster, key_block, batch_head;
   if (arguments.counts_units()) {
-    const int parts = arguments.parts();
     const auto count = [&](int batch) { return arguments.key_blocks_of<Shape>(batch); };
     if constexpr (Shape::kStoresLone) {
+      const int parts = arguments.parts();
       CountedSequence at = in_order ? arguments.table.find(unit / parts, count) : first_sequence;
       for (; at.blocks > 0; at = arguments.table.find(unit / parts, count)) {
         arguments.scheduler.tile_among(at.blocks, parts, unit - at.first * parts, key_block, batch_head);
@@ -253,7 +253,8 @@ __device__ __forceinline__ void load_tasks(const BackwardArguments& arguments, c
       }
     } else {
       CountedBlocks blocks;
-      for (; blocks.find(arguments.scheduler, arguments.params.forward.batch, parts, unit, count, key_block, batch_head); unit = take())
+      for (; blocks.find(arguments.scheduler, arguments.params.forward.batch, arguments.parts(), unit, count, key_block, batch_head);
+           unit = take())
         load(key_block, batch_head);
     }
     wait_for_kernel_before();

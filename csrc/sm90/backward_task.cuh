@@ -61,7 +61,6 @@ struct BackwardArguments {
   const float* delta;                   // of the Workspace: to find it there takes registers that the loader has not
   HfFlash2BackwardParams params;
   TileScheduler scheduler;
-  SequenceTable table;  // of key blocks, where counts_units() of short sequences (StoresLone); made by the kernel before
   GroupSplits groups;
   int query_blocks;     // of all heads
   int task_blocks;      // thread blocks that compute
@@ -71,6 +70,7 @@ struct BackwardArguments {
   bool first_stores;    // the first key block that comes to a tile of dQ stores it, as nothing has cleared it
   ScoreCap cap;
   DropoutRate dropout;
+  SequenceTable table;  // of key blocks, where counts_units() of short sequences (StoresLone); made by the kernel before
 
   // Parts of a sequence, where all groups are split alike.
   __device__ __forceinline__ int parts() const { return params.forward.heads_k * static_cast<int>(groups.splits.divisor); }
