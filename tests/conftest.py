@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 if importlib.util.find_spec("hf_flash2") is None:  # neither installed nor on PYTHONPATH
@@ -83,6 +84,20 @@ def block_tables(monkeypatch):
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
     monkeypatch.setattr(interface, "flash_attn_with_kvcache", counted)
     return made
+
+
+@pytest.fixture
+def most_of_the_memory(tmp_path_factory):
+    """80 GiB of the GPU's memory, for one test of all processes of a run at a time: with three such tests at once, others find none."""
+    of_run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in that of the run
+        of_run = of_run.parent
+    with FileLock(of_run / "most_of_the_memory.lock"):
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < 80 * 2**30:
+            pytest.skip("needs 80 GiB of free GPU memory")
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
