@@ -95,6 +95,7 @@ EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
 MANY = (1, 0, 64, 7) * 100 + (65, 0, 1) * 70  # on a Hopper GPU enough for tables of their tiles and tasks
+SMALL = (1, 0, 3, 63, 64, 65, 128, 129, 250)
 SPLIT_Q, SPLIT_K = (1, 11, 0, 2), (2100, 0, 333, 7)
 WIDE_HEAD_DIMS = ((512, 512), (320, 320), (264, 264), (512, 256), (128, 400), (300, 257))  # of q and k, of v
 CAUSAL = (False, True)
@@ -212,6 +213,15 @@ def _table() -> list[Case]:
         for d in (64, 96, 128):
             cases.append(Case("many", d, (2, 1), (*MANY, 130, 700), form="packed", causal=causal))
             cases.append(Case("many", d, (2, 2), (*MANY, 200), form="ranges", padding="mixed", causal=causal))
+        for d in (64, 96, 128):  # heads without groups, whatever their number: small thread blocks of the Hopper backward
+            cases.append(Case("small", d, (2, 2), SMALL, form="packed", causal=causal))
+            cases.append(Case("small", d, (2, 2), SMALL[:6], SMALL[5::-1], form="packed", causal=causal))
+            cases.append(Case("small", d, (1, 1), SHORT_Q, SHORT_K, form="ranges", padding="holes", causal=causal))
+            cases.append(Case("small", d, (1, 1), (100, 64), (40, 130), form="packed", window=(30, 0 if causal else 5)))
+            # With padding beside the longest, at most 256 rows; of causal batches above d 64, 64.
+            longest = (64 if causal and d > 64 else 256) - RANGE_PADDING
+            padded = {"lengths_q": tuple(min(x, longest) for x in SMALL), "form": "ranges", "causal": causal}
+            cases += [Case("small", d, (2, 2), padding=padding, **padded) for padding in ("left", "mixed", "holes")]
         cases += [Case("sinks", d, (8, 2), (150,) * 2, causal=causal, sinks=2.0) for d in KERNEL_HEAD_DIMS]
         cases += [
             Case("sinks", 192, head_dim_v=128, lengths_q=RAGGED, form="packed", causal=causal, sinks=2.0),

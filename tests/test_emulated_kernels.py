@@ -256,11 +256,11 @@ def test_tiles_of_long_causal_prompts_are_counted(head_dim, queries, counted, em
     assert forward_workspaces == [4] * counted
 
 
-@pytest.mark.parametrize("head_dim", (64, 192))
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_sequences_in_the_middle_of_the_tokens(family, head_dim, library, monkeypatch):
     """Several blocks of tokens before the first sequence and behind the last change no bit, and nothing is written there."""
-    before, behind, lengths = 300, 400, (500, 9, 0, 33, 64)
+    before, behind, lengths = 150, 170, (500, 9, 0, 33, 64)
     bounds = torch.tensor((0, *lengths)).cumsum(0).int()
     inner = [torch.randn(sum(lengths), heads, head_dim).to(torch.bfloat16) for heads in (2, 1, 1, 2)]
     outer = [torch.nn.functional.pad(x, (0, 0, 0, 0, before, behind), value=torch.nan) for x in inner]
@@ -377,8 +377,8 @@ def what_tasks_said(library) -> tuple[int, int]:
 ROUNDED_BESIDE = (  # causal, heads, lengths, deterministic, splits of a group
     (False, (16, 16), (256,) * 2, False, 1),
     (False, (16, 16), (256,) * 2, True, 1),
-    (True, (8, 8), (256,) * 4, False, 1),
-    (True, (8, 8), (256,) * 4, True, 1),
+    (True, (8, 8), (384,) * 3, False, 1),
+    (True, (8, 8), (384,) * 3, True, 1),
     (True, (16, 8), (256,) * 4, False, 1),
     (True, (16, 8), (256,) * 4, True, 2),
 )
@@ -545,6 +545,79 @@ def record_workspaces(direction: str, library, monkeypatch) -> list[int]:
 @pytest.fixture
 def backward_workspaces(library, monkeypatch) -> list[int]:
     return record_workspaces("backward", library, monkeypatch)
+
+
+def takes_small_blocks(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a Hopper backward that needs this scratch is the one of short sequences (csrc/sm90/backward_short.cuh)."""
+    batch, packed = len(case.lengths_q), case.form == "packed"
+
+    def blocks(lengths: tuple[int, ...], seqlen: int) -> int:
+        return sum(lengths) // 64 + batch if packed else batch * -(-seqlen // 64)
+
+    queries, keys = blocks(case.lengths_q, seqlen_q), blocks(case.lengths_k, seqlen_k)
+    without = (queries * case.heads[0] * (64 * 2 + SEMAPHORES) + ROUNDING_WARPS + 1) * 4
+    return workspace_bytes == -(-without // 16) * 16 + (queries + keys) * 16 * packed
+
+
+MIXED = (1, 0, 64, 7, 65, 130)
+SMALL_BLOCKS = (
+    Case("small", 64, (1, 1), (*MIXED, 300), form="packed", causal=True),
+    Case("small", 64, (6, 2), (*MIXED, 300, 3), form="packed", causal=True),
+    Case("small", 64, (2, 2), (*MIXED, 250), form="packed"),
+    Case("small", 128, (8, 2), (*MIXED, 200), form="packed", causal=True),
+    Case("small", 128, (4, 2), MIXED, MIXED[::-1], form="packed"),
+    Case("small", 128, (1, 1), MIXED, (9, 64, 0, 200, 63, 1), form="packed", causal=True),
+    Case("small", 96, (1, 1), MIXED, form="ranges", padding="mixed"),
+    Case("small", 72, (2, 2), (192, 192), head_dim_v=40),
+    Case("small", 40, (1, 1), (192, 192), (100, 100), window=(20, 70)),
+    Case("small", 64, (3, 1), (180,) * 4, window=(70, 0)),
+    Case("small", 64, (4, 2), MIXED, form="ranges", padding="holes", causal=True),
+    Case("small", 128, (2, 2), (70,) * 4, (30, 200, 64, 0), form="ranges", padding="keys"),
+    Case("small", 128, (3, 3), (1, 43, 30), form="ranges", padding="left", causal=True),
+    Case("small", 64, (1, 1), (130, 130), sinks=1.0, causal=True),
+)
+
+
+@pytest.mark.parametrize("case", SMALL_BLOCKS, ids=lambda case: case.id)
+def test_small_thread_blocks(case, emulate, backward_workspaces):
+    """Of short sequences: the same bits in any order, with the gradient of lse."""
+    sample = Sample(case, torch.bfloat16, CPU)
+    first = emulate("sm90", sample, with_dlse=True)
+    check(first, sample, with_dlse=True)
+    again = emulate("sm90", sample, seed=3, resident=4, with_dlse=True)
+    assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
+    padding = 21 if case.form == "ranges" else 0  # RANGE_PADDING
+    seqlens = max(case.lengths_q) + (padding if case.padding != "keys" else 0), max(case.lengths_k) + padding
+    assert [takes_small_blocks(x, case, *seqlens) for x in backward_workspaces] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    (
+        (Case("when", 64, (1, 1), (256,), causal=True), True),
+        (Case("when", 64, (1, 1), (257,), causal=True), False),
+        (Case("when", 64, (12, 4), (256,), causal=True), False),  # groups
+        (Case("when", 64, (12, 4), (192,), causal=True), True),
+        (Case("when", 64, (2, 1), (192,), causal=True), False),  # few thread blocks
+        (Case("when", 64, (1, 1), (192,)), True),
+        (Case("when", 64, (1, 1), (193,)), False),
+        (Case("when", 64, (1, 1), (512, 0), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (513, 0, 0), form="packed", causal=True), False),
+        (Case("when", 64, (1, 1), (300, 230), form="packed", causal=True), False),  # on average longer
+        (Case("when", 64, (1, 1), (257, 0), form="packed"), False),
+        (Case("when", 128, (1, 1), (257, 0), form="packed", causal=True), False),
+        (Case("when", 128, (1, 1), (256, 0), form="packed", causal=True), True),
+        (Case("when", 128, (1, 1), (192,), dropout_p=0.1), False),
+        (Case("when", 128, (1, 1), (192,), softcap=5.0), False),
+        (Case("when", 192, (1, 1), (64,)), False),
+    ),
+    ids=lambda value: value.id if isinstance(value, Case) else value,
+)
+def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces):
+    sample = Sample(case, torch.bfloat16, CPU)
+    keep = kept_by_next_call(sample)
+    check(emulate("sm90", sample), sample, keep)
+    assert [takes_small_blocks(x, case, max(case.lengths_q), max(case.lengths_k)) for x in backward_workspaces] == [taken]
 
 
 SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors

@@ -6,6 +6,7 @@
 #pragma once
 #include <math.h>
 
+#include "attention/block_owners.cuh"
 #include "attention/sequence_table.cuh"
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
@@ -21,6 +22,7 @@ struct PreprocessArguments {
   SequenceTable table;  // of key blocks, for Hopper: a thread block more makes it, the first
   int most_key_blocks;
   int keys_of_block;
+  BlockOwners owners_q, owners_k;  // for the Hopper kernel of short sequences
 };
 
 // One block of threads per query block; a tile of the dQ accumulator has kColumns columns. Rows past the end of a sequence get lse = +inf,
@@ -44,6 +46,10 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   }
   const QueryBlock at(forward, kBlockM, gridDim.x - 1 - blockIdx.x);
   const int query_block = at.number, head = at.head, batch = at.batch;
+  if constexpr (kFamily == kSm90) {
+    arguments.owners_q.write(forward.sequences_q, forward.batch, forward.max_seqlen_q);
+    arguments.owners_k.write(forward.sequences_k, forward.batch, forward.max_seqlen_k);
+  }
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (query_block * kBlockM >= seq.length) return;
 

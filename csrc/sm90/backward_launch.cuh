@@ -8,6 +8,7 @@
 #include "launch.h"
 #include "sm90/backward.cuh"
 #include "sm90/backward_convert.cuh"
+#include "sm90/backward_short_launch.cuh"
 #include "sm90/backward_wide.cuh"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
@@ -281,18 +282,11 @@ inline int count_early_parts(const TileScheduler& scheduler, int computing, int 
 template <typename Shape, typename T, auto kKernel, auto kInOrder = kKernel>
 void launch_backward(HfFlash2BackwardParams params) {
   const HfFlash2ForwardParams& forward = params.forward;
-  const Rows rows_q = Rows::of_queries(forward), rows_k = Rows::of_keys(forward);
   const BackwardPlan plan = BackwardPlan::make<Shape>(params);
   params.deterministic = plan.in_order;
 
   BackwardArguments arguments;
-  arguments.q = make_sequence_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
-  arguments.dout = make_sequence_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, Shape::kBlockM);
-  arguments.k = make_sequence_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
-  arguments.v = make_sequence_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, Shape::kBlockN);
-  arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, Shape::kBlockM);
-  arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, Shape::kBlockN);
-  arguments.map_rows_q = rows_q.tokens, arguments.map_rows_k = rows_k.tokens;
+  make_backward_maps(arguments, params, Shape::kBlockM, Shape::kBlockN);
   arguments.delta = Workspace(params, Shape::kBlockM, Shape::kDqColumns).delta;
   arguments.params = params;
   arguments.cap = ScoreCap::of(forward);
@@ -320,7 +314,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.task_blocks = static_cast<int>(std::min<int64_t>(plan.units, computing)) * Shape::kCluster;
   arguments.table = {nullptr};
   if (plan.has_table) arguments.table = {reinterpret_cast<int2*>(static_cast<char*>(params.workspace) + plan.table_at)};
-  const PreprocessArguments prepared{params, arguments.table, plan.most_blocks, Shape::kTaskKeys};
+  const PreprocessArguments prepared{params, arguments.table, plan.most_blocks, Shape::kTaskKeys, {}, {}};
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
         prepared, query_blocks + plan.has_table, kPreprocessThreads, 0, forward.device, forward.stream,
@@ -375,12 +369,28 @@ auto with_backward_shape(const HfFlash2ForwardParams& params, const F& f) {
 
 template <int kHeadDim, typename T>
 int64_t backward_workspace_bytes(const HfFlash2BackwardParams& params) {
+  if constexpr (kHeadDim <= 128) {
+    if (takes_short<kHeadDim>(params)) return BackwardShortPlan<kHeadDim>::make(params.forward).workspace_bytes;
+  }
   return with_backward_shape<kHeadDim>(params.forward,
                                        [&](auto shape) { return BackwardPlan::make<decltype(shape)>(params).workspace_bytes; });
 }
 
+template <typename Shape>
+void launch_sink_gradient(const HfFlash2BackwardParams& params) {
+  if (params.dsinks == nullptr) return;
+  launch<sink_gradient_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns>>(
+      params, params.forward.heads_q, kSinkThreads, 0, params.forward.device, params.forward.stream, "attention backward, sm90, sinks");
+}
+
 template <int kHeadDim, typename T>
 void run_backward(const HfFlash2BackwardParams& params) {
+  if constexpr (kHeadDim <= 128) {
+    if (takes_short<kHeadDim>(params)) {
+      launch_backward_short<kHeadDim, T>(params);
+      return launch_sink_gradient<BackwardShortShape<kHeadDim>>(params);
+    }
+  }
   with_backward_shape<kHeadDim>(params.forward, [&](auto shape) {
     using Shape = decltype(shape);
     const auto launch_of = [&](auto computing) {
@@ -398,9 +408,7 @@ void run_backward(const HfFlash2BackwardParams& params) {
       launch_of(Dropping<Shape>{});
     else
       launch_of(shape);
-    if (params.dsinks != nullptr)
-      launch<sink_gradient_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns>>(
-          params, params.forward.heads_q, kSinkThreads, 0, params.forward.device, params.forward.stream, "attention backward, sm90, sinks");
+    launch_sink_gradient<Shape>(params);
   });
 }
 

@@ -93,6 +93,20 @@ inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, in
                             {rows.batch, tensor.batch_stride, 1}});
 }
 
+// Those of a backward, in blocks of so many tokens; arguments: of its kernel.
+template <typename Arguments>
+void make_backward_maps(Arguments& arguments, const HfFlash2BackwardParams& params, int block_m, int block_n) {
+  const HfFlash2ForwardParams& forward = params.forward;
+  const Rows rows_q = Rows::of_queries(forward), rows_k = Rows::of_keys(forward);
+  arguments.q = make_sequence_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, block_m);
+  arguments.dout = make_sequence_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, block_m);
+  arguments.k = make_sequence_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, block_n);
+  arguments.v = make_sequence_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, block_n);
+  arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, block_m);
+  arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, block_n);
+  arguments.map_rows_q = rows_q.tokens, arguments.map_rows_k = rows_k.tokens;
+}
+
 // Tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).
 inline CUtensorMap make_tensor_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows,
                                                int tile_heads) {

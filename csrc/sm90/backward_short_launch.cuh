@@ -1,0 +1,78 @@
+// Launch of the Hopper backward of short sequences (backward_short.cuh): when, preprocess and kernel.
+#pragma once
+#include "attention/preprocess.cuh"
+#include "launch.h"
+#include "sm90/backward_short.cuh"
+#include "sm90/scheduler.h"
+#include "sm90/tensor_map.h"
+
+namespace hf_flash2::sm90 {
+
+// What is decided from shapes alone: the Workspace, then whose the query blocks and the key blocks are.
+template <int kHeadDim>
+struct BackwardShortPlan {
+  using Shape = BackwardShortShape<kHeadDim>;
+  int query_blocks, key_blocks;  // of one head
+  int64_t owners_at;             // bytes of the workspace before them
+  int64_t workspace_bytes;
+
+  static BackwardShortPlan make(const HfFlash2ForwardParams& params) {
+    const int64_t query_blocks = BlockOwners::count(params.sequences_q, params.batch, params.total_q, params.max_seqlen_q, Shape::kBlockM);
+    const int64_t key_blocks = BlockOwners::count(params.sequences_k, params.batch, params.total_k, params.max_seqlen_k, Shape::kBlockN);
+    check_count(std::max(query_blocks, key_blocks) * params.heads_k, "attention backward, sm90, short");
+    const int64_t owners_at = ceil_div(Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns), 16) * 16;
+    const int64_t owners = params.sequences_q.cu_seqlens != nullptr ? query_blocks + key_blocks : 0;
+    return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)}};
+  }
+};
+
+// Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
+// computed twice. Not where few of them would have the query heads of whole groups one after another, nor of all but the shortest padded causal
+// batches above d 64, whose zeros the other kernel hides better.
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 106 to 146, 58 to 71, 19 to 36, 1 to 17 % faster, d 128 27 to 45, 17 to 23, 3 to 8 %,
+// and 1 to 5 slower. TUNING.md, "Small thread blocks".
+template <int kHeadDim>
+bool takes_short(const HfFlash2BackwardParams& backward) {
+  constexpr int kLongest = 256, kLongestPaddedTriangle = 64, kAverage = 192, kRounds = 4;
+  const HfFlash2ForwardParams& params = backward.forward;
+  if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
+  const bool triangular = is_triangular(params), padded = may_have_gaps(backward), groups = params.heads_q > params.heads_k;
+  const bool longer = kHeadDim <= 64 && triangular && !padded, shorter = kHeadDim > 64 && triangular && padded;
+  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
+  if (longest > (longer ? 2 * kLongest : shorter ? kLongestPaddedTriangle : kLongest)) return false;
+  const bool packed = params.sequences_q.cu_seqlens != nullptr;
+  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
+  if (!padded && average > (longer && !groups ? kLongest : kAverage)) return false;
+  return !groups || BackwardShortPlan<kHeadDim>::make(params).key_blocks * int64_t{params.heads_k} >=
+                        int64_t{kRounds} * multiprocessors(params.device);
+}
+
+template <int kHeadDim, typename T>
+void launch_backward_short(const HfFlash2BackwardParams& params) {
+  using Plan = BackwardShortPlan<kHeadDim>;
+  using Shape = typename Plan::Shape;
+  const HfFlash2ForwardParams& forward = params.forward;
+  const Plan plan = Plan::make(forward);
+  const bool packed = forward.sequences_q.cu_seqlens != nullptr;
+  int4* const owners = reinterpret_cast<int4*>(static_cast<char*>(params.workspace) + plan.owners_at);
+  const int64_t blocks_q = ceil_div(forward.max_seqlen_q, Shape::kBlockM), blocks_k = ceil_div(forward.max_seqlen_k, Shape::kBlockN);
+  BackwardShortArguments arguments;
+  make_backward_maps(arguments, params, Shape::kBlockM, Shape::kBlockN);
+  arguments.tile_rows = Workspace(params, Shape::kBlockM, Shape::kDqColumns).delta;
+  arguments.params = params;
+  arguments.owners_q = {packed ? owners : nullptr, plan.query_blocks, Shape::kBlockM};
+  arguments.owners_k = {packed ? owners + plan.query_blocks : nullptr, plan.key_blocks, Shape::kBlockN};
+  arguments.blocks_q = Divisor::of(static_cast<int>(blocks_q));
+  arguments.blocks_k = Divisor::of(static_cast<int>(std::max<int64_t>(1, blocks_k)));
+  arguments.heads_k = Divisor::of(forward.heads_k), arguments.group = Divisor::of(forward.heads_q / forward.heads_k);
+
+  const PreprocessArguments prepared{params, {nullptr}, 0, 0, arguments.owners_q, arguments.owners_k};
+  launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, false, T>>(prepared, blocks_q * forward.heads_q * forward.batch,
+                                                                                kPreprocessThreads, 0, forward.device, forward.stream,
+                                                                                "attention backward, sm90, preprocess");
+  launch<backward_short_kernel<Shape, T>>(arguments, int64_t{std::max(plan.query_blocks, plan.key_blocks)} * forward.heads_k,
+                                          Shape::kThreads, BackwardShortShared<Shape>::kBytes, forward.device, forward.stream,
+                                          "attention backward, sm90, short", Start::kEarly);
+}
+
+}  // namespace hf_flash2::sm90
