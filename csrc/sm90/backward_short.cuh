@@ -287,6 +287,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   const bool same = of_k.batch == found_q.batch && of_k.block == found_q.block && of_k.sequence.length == found_q.sequence.length;
   if (threadIdx.x == 0)
     store_shared(shared.queries(), make_uint4(found_q.batch, found_q.block, found_q.sequence.start, found_q.sequence.length));
+  __syncthreads();
   uint32_t phases = 0;  // a bit for each pair
   const auto wait_for = [&](int pair) {
     mbarrier_wait(shared.full(pair), phases >> pair & 1);
@@ -312,7 +313,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       for (int pair = 1; pair < 3 && ahead.has_more(); ++pair, ahead.advance()) load_at(ahead, pair);
     }
     clear_gaps_of_block();  // while these come
-    __syncthreads();
     float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] = (&dv[0][0])[i] = 0.f;
@@ -345,7 +345,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     store_gradient<T>(params.dv, of_k.batch, key_head, of_k.sequence, key_begin, dv, forward.head_dim_v);
   }
 
-  if (!of_k.is_there(64)) __syncthreads();
   const uint4 queries = load_shared_uint4(shared.queries());
   const SequenceBlock of_q{
       static_cast<int>(queries.x), static_cast<int>(queries.y), {static_cast<int>(queries.z), static_cast<int>(queries.w)}};
