@@ -211,7 +211,7 @@ def _table() -> list[Case]:
             Case("many", heads=(2, 1), lengths_q=(3, 1, 0, 2) * 40, form="packed", causal=causal),
         ]
         for d in (64, 96, 128):
-            cases.append(Case("many", d, (2, 1), (*MANY, 130, 700), form="packed", causal=causal))
+            cases.append(Case("many", d, (2, 1), (*MANY, 130, 300), form="packed", causal=causal))
             cases.append(Case("many", d, (2, 2), (*MANY, 200), form="ranges", padding="mixed", causal=causal))
         for d in (64, 96, 128):  # heads without groups, whatever their number: small thread blocks of the Hopper backward
             cases.append(Case("small", d, (2, 2), SMALL, form="packed", causal=causal))

@@ -1,6 +1,7 @@
 """What all tests share: the device and kernel family they run on, and the record of a GPU run."""
 
 import datetime
+import gc
 import importlib.util
 import json
 import os
@@ -88,15 +89,25 @@ def block_tables(monkeypatch):
 
 @pytest.fixture
 def most_of_the_memory(tmp_path_factory):
-    """80 GiB of the GPU's memory, for one test of all processes of a run at a time: with three such tests at once, others find none."""
+    """60 GiB of the GPU's memory, for one test of all processes of a run at a time: with three such tests at once, others find none."""
     of_run = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in that of the run
         of_run = of_run.parent
     with FileLock(of_run / "most_of_the_memory.lock"):
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < 80 * 2**30:
-            pytest.skip("needs 80 GiB of free GPU memory")
+        if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+            pytest.skip("needs 60 GiB of free GPU memory")
         yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def leaves_memory_to_others():
+    """Gives back what a test has left in torch's allocator, if that is much: the other processes of a run have tests of their own."""
+    yield
+    if DEVICE == "cuda" and torch.cuda.memory_reserved() > 2 * 2**30:
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -126,7 +137,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "big_memory: needs a CUDA device with about 80 GiB of free memory")
+    config.addinivalue_line("markers", "big_memory: needs a CUDA device with about 60 GiB of free memory")
     if config.getoption("--gpu-record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RunRecord(Path(config.getoption("--gpu-record"))))
 
