@@ -27,7 +27,8 @@ struct BlockOwners {
   // By all threads of a kernel. Each looks for the last sequence that begins with its number or before.
   __device__ __forceinline__ void write(const HfFlash2Sequences& sequences, int batches, int max_seqlen) const {
     if (of == nullptr) return;
-    for (int number = blockIdx.x * blockDim.x + threadIdx.x; number < blocks; number += gridDim.x * blockDim.x) {
+    for (int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; at < blocks; at += int64_t{gridDim.x} * blockDim.x) {
+      const int number = static_cast<int>(at);
       int batch = 0, end = batches;
 #pragma unroll 1
       while (end - batch > 1) {

@@ -5,8 +5,9 @@
 // A thread block has 64 tokens of a sequence and a key head. First, as keys: their dK and dV stay in registers while the query blocks that see them
 // come by, over all query heads that share the key head. Then, as queries of each of these heads: dQ stays there, while the key blocks that they
 // see come by, for which S, P, dP and dS are computed again. So nothing is added to global memory: no fp32 accumulator of dQ, no order to keep, and
-// the same bits from run to run. Where a query block sees no more than one key block, that has all of its dQ in the first pass. Of a causal
-// sequence the first tokens have most queries, and the last most keys: all its thread blocks have as much to do.
+// the same bits from run to run. Where queries and keys are the same tokens, their own dS is not computed again: of the last head it stays from the
+// first pass, and where they see no others, dQ of each head follows at once. Of a causal sequence the first tokens have most queries, and the last
+// most keys: all its thread blocks have as much to do.
 #pragma once
 #include "attention/block_owners.cuh"
 #include "sm90/backward_parts.cuh"
