@@ -94,7 +94,7 @@ SHORT_Q, SHORT_K = (1, 70, 0, 63), (129, 150, 3, 65)
 EMPTY_Q, EMPTY_K = (0, 5, 64, 0, 129, 77), (7, 0, 64, 0, 200, 31)
 GROUPS = [(64, (4, 2), 3, 200), (64, (16, 1), 17, 300), (64, (3, 1), 17, 130), (64, (16, 4), 40, 130), (128, (8, 2), 1, 300)]
 GROUPS += [(128, (8, 1), 40, 170), (128, (16, 1), 40, 300), (128, (4, 2), 17, 129), (192, (8, 1), 17, 130), (256, (8, 2), 3, 100)]
-MANY = (1, 0, 64, 7) * 100 + (65, 0, 1) * 70  # on a Hopper GPU enough for tables of their tiles and tasks
+MANY = (1, 0, 64, 7) * 100 + (65, 0, 1) * 70  # on a Hopper GPU enough for tables of their tiles
 SMALL = (1, 0, 3, 63, 64, 65, 128, 129, 250)
 SPLIT_Q, SPLIT_K = (1, 11, 0, 2), (2100, 0, 333, 7)
 WIDE_HEAD_DIMS = ((512, 512), (320, 320), (264, 264), (512, 256), (128, 400), (300, 257))  # of q and k, of v
@@ -213,6 +213,9 @@ def _table() -> list[Case]:
         for d in (64, 96, 128):
             cases.append(Case("many", d, (2, 1), (*MANY, 130, 300), form="packed", causal=causal))
             cases.append(Case("many", d, (2, 2), (*MANY, 200), form="ranges", padding="mixed", causal=causal))
+        for d in (64, 96, 128):  # small thread blocks of the Hopper backward, as the heads without groups below
+            cases.append(Case("many", d, (4, 2), (*MANY, 200), form="packed", causal=causal))
+            cases.append(Case("many", d, (3, 1), MANY, form="packed", window=(20, 0 if causal else 9), head_dim_v=d - 24))
         for d in (64, 96, 128):  # heads without groups, whatever their number: small thread blocks of the Hopper backward
             cases.append(Case("small", d, (2, 2), SMALL, form="packed", causal=causal))
             cases.append(Case("small", d, (2, 2), SMALL[:6], SMALL[5::-1], form="packed", causal=causal))

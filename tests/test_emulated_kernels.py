@@ -17,7 +17,7 @@ import emulated
 import pytest
 import test_kvcache
 import torch
-from cases import CASES, KERNEL_HEAD_DIMS, Case, Sample, poison
+from cases import CASES, KERNEL_HEAD_DIMS, RANGE_PADDING, Case, Sample, poison
 from emulator import build
 from test_kernels import (
     check_heads_of_a_group,
@@ -195,38 +195,48 @@ SHORT_SEQUENCES = {
     "100": (1, 0, 64, 7) * 12 + (65, 0, 1) * 17 + (380,),
     "101": (1, 0, 64, 7) * 12 + (65, 0, 1) * 17 + (130, 800),
     "1100": (0,) * 250 + (3, 0, 70, 5) * 4 + (0,) * 740 + (150, 1) * 20 + (0,) * 53 + (9,),
+    "1101": (0,) * 250 + (3, 0, 70, 5) * 4 + (0,) * 740 + (150, 1) * 20 + (0,) * 53 + (300,),
 }
 
 
 @pytest.mark.parametrize(
-    ("number", "head_dim", "heads", "form", "causal", "in_order"),
+    ("number", "head_dim", "heads", "form", "causal", "in_order", "small"),
     (
-        ("100", 64, (1, 1), "packed", True, False),
-        ("100", 64, (2, 1), "ranges", False, False),
-        ("100", 96, (1, 1), "ranges", True, True),
-        ("100", 128, (2, 1), "packed", True, True),
-        ("100", 128, (1, 1), "packed", False, True),
-        ("101", 64, (1, 1), "packed", False, False),
-        ("101", 128, (1, 1), "ranges", True, False),
-        ("1100", 64, (1, 1), "packed", True, False),
-        ("1100", 64, (1, 1), "ranges", True, True),
+        ("100", 64, (1, 1), "packed", True, False, True),
+        ("100", 64, (2, 1), "ranges", False, False, False),
+        ("100", 96, (1, 1), "ranges", True, True, False),
+        ("100", 128, (2, 1), "packed", True, True, False),
+        ("100", 128, (1, 1), "packed", False, True, True),
+        ("101", 64, (1, 1), "packed", False, False, False),
+        ("101", 128, (1, 1), "ranges", True, False, False),
+        ("1100", 64, (1, 1), "packed", True, False, True),
+        ("1100", 64, (1, 1), "ranges", True, True, True),
+        ("1101", 64, (1, 1), "ranges", True, True, False),
     ),
 )
-def test_tables_of_many_short_sequences(number, head_dim, heads, form, causal, in_order, emulate, forward_workspaces):
-    """No tile is lost or comes twice: rows that nobody writes stay NaN. The table of a forward stands behind its counter."""
+def test_tables_of_many_short_sequences(
+    number, head_dim, heads, form, causal, in_order, small, emulate, forward_workspaces, backward_workspaces
+):
+    """No tile is lost or comes twice: rows that nobody writes stay NaN. The table of a forward stands behind its counter. A backward of
+    small thread blocks says whose they are, others of short causal sequences have a table of key blocks."""
     lengths = SHORT_SEQUENCES[number]
     case = Case("short", head_dim, heads=heads, lengths_q=lengths, form=form, causal=causal)
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, emulated.WIDEST_HOPPER, resident=3, deterministic=in_order), sample)
     assert forward_workspaces[0] > 16 + 8 * len(lengths)
+    longest = max(lengths) + RANGE_PADDING * (form == "ranges")
+    assert [takes_small_blocks(x, case, longest, longest) for x in backward_workspaces] == [small]
 
 
-def test_tables_of_sequences_that_end_before_they_begin(library, monkeypatch):
+@pytest.mark.parametrize(("sequences", "heads", "small"), ((260, 1, True), (100, 2, False)))
+def test_tables_of_sequences_that_end_before_they_begin(sequences, heads, small, library, monkeypatch, backward_workspaces):
     """Wrong cu_seqlens: those before the wrong one keep their places in the table, and nothing is written outside of it."""
-    good = torch.arange(261, dtype=torch.int32) * 10
-    wrong, at = good.clone(), 201
+    good = torch.arange(sequences + 1, dtype=torch.int32) * 10
+    wrong, at = good.clone(), sequences * 3 // 4
     wrong[at] = good[-1]  # the sequence before takes the most tokens there may be, this one less than none
-    q, k, v, dout = (torch.randn(int(good[-1]), 1, 128).to(torch.bfloat16).requires_grad_() for _ in range(4))
+    tokens = int(good[-1])
+    q, k, v, dout = (torch.randn(tokens, n, 128).to(torch.bfloat16).requires_grad_() for n in (heads, 1, 1, heads))
+    case = Case("wrong", 128, heads=(heads, 1), lengths_q=(10,) * sequences, form="packed", causal=True)
     with emulated.running(monkeypatch, library, emulated.WIDEST_HOPPER, resident=3):
         results = []
         for bounds in (good, wrong):
@@ -234,6 +244,7 @@ def test_tables_of_sequences_that_end_before_they_begin(library, monkeypatch):
             results.append([x[: good[at - 1]] for x in (out, *torch.autograd.grad(out, (q, k, v), dout))])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
+    assert [takes_small_blocks(x, case, 64, 64) for x in backward_workspaces] == [small]
 
 
 @pytest.mark.parametrize(
@@ -586,7 +597,7 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
     check(first, sample, with_dlse=True)
     again = emulate("sm90", sample, seed=3, resident=4, with_dlse=True)
     assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
-    padding = 21 if case.form == "ranges" else 0  # RANGE_PADDING
+    padding = RANGE_PADDING if case.form == "ranges" else 0
     seqlens = max(case.lengths_q) + (padding if case.padding != "keys" else 0), max(case.lengths_k) + padding
     assert [takes_small_blocks(x, case, *seqlens) for x in backward_workspaces] == [True] * 2
 
@@ -606,6 +617,8 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
         (Case("when", 64, (1, 1), (300, 230), form="packed", causal=True), False),  # on average longer
         (Case("when", 64, (1, 1), (257, 0), form="packed"), False),
         (Case("when", 128, (1, 1), (257, 0), form="packed", causal=True), False),
+        (Case("when", 128, (1, 1), (257, 0, 0, 0, 1), form="packed"), True),  # on average at most 64
+        (Case("when", 64, (1, 1), (513,) + (0,) * 8, form="packed"), False),
         (Case("when", 128, (1, 1), (256, 0), form="packed", causal=True), True),
         (Case("when", 128, (1, 1), (192,), dropout_p=0.1), False),
         (Case("when", 128, (1, 1), (192,), softcap=5.0), False),

@@ -712,7 +712,7 @@ def test_long_heads_of_256_add_to_dq_in_order(device):
 
 
 @pytest.mark.big_memory
-@pytest.mark.parametrize("form", ("dense", "short", "packed", "strided"))
+@pytest.mark.parametrize("form", ("dense", "packed", "short", "short packed", "strided"))
 def test_offsets_beyond_2_to_the_31(form, family, device, most_of_the_memory):
     """Tensors of more than 2^31 elements, checked on their last sequence and on one in the middle."""
     head_dim = 128
@@ -724,11 +724,13 @@ def test_offsets_beyond_2_to_the_31(form, family, device, most_of_the_memory):
         )
         assert q.stride(1) * seqlen > 2**31
     else:
-        batch, seqlen, heads = (4128, 256, 16) if form == "dense" else (8256, 128, 16)  # short ones have a Hopper backward of their own
+        batch, seqlen, heads = (
+            (4128, 256, 16) if form in ("dense", "packed") else (8256, 128, 16)
+        )  # short ones have a Hopper backward of their own
         q, k, v, dout = (torch.empty(batch, seqlen, heads, head_dim, device=device, dtype=torch.bfloat16).normal_() for _ in range(4))
         assert q.numel() > 2**31
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    if form == "packed":
+    if form in ("packed", "short packed"):
         cu_seqlens = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
         tokens = [x.flatten(0, 1) for x in (q, k, v)]
         out = flash_attn_varlen_func(*tokens, cu_seqlens, cu_seqlens, seqlen, seqlen, causal=True).view_as(q)

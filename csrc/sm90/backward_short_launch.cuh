@@ -19,7 +19,7 @@ struct BackwardShortPlan {
   static BackwardShortPlan make(const HfFlash2ForwardParams& params) {
     const int64_t query_blocks = BlockOwners::count(params.sequences_q, params.batch, params.total_q, params.max_seqlen_q, Shape::kBlockM);
     const int64_t key_blocks = BlockOwners::count(params.sequences_k, params.batch, params.total_k, params.max_seqlen_k, Shape::kBlockN);
-    check_count(std::max(query_blocks, key_blocks) * params.heads_k, "attention backward, sm90, short");
+    check_count(std::max(query_blocks * params.heads_q, key_blocks * params.heads_k), "attention backward, sm90, short");
     const int64_t owners_at = ceil_div(Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns), 16) * 16;
     const int64_t owners = params.sequences_q.cu_seqlens != nullptr ? query_blocks + key_blocks : 0;
     return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)}};
@@ -27,22 +27,23 @@ struct BackwardShortPlan {
 };
 
 // Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
-// computed twice. Not where few of them would have the query heads of whole groups one after another, nor of all but the shortest padded causal
-// batches above d 64, whose zeros the other kernel hides better.
+// computed twice: by the longest, and the average, as far as shapes tell. Not where few thread blocks would have the query heads of whole groups
+// one after another, nor for all but the shortest padded causal batches above d 64, whose zeros the other kernel hides better.
 // PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 106 to 146, 58 to 71, 19 to 36, 1 to 17 % faster, d 128 27 to 45, 17 to 23, 3 to 8 %,
 // and 1 to 5 slower. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
-  constexpr int kLongest = 256, kLongestPaddedTriangle = 64, kAverage = 192, kRounds = 4;
+  constexpr int kLongest = 256, kLongestPaddedTriangle = 64, kAverage = 192, kShortAverage = 64, kRounds = 4;
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
   const bool triangular = is_triangular(params), padded = may_have_gaps(backward), groups = params.heads_q > params.heads_k;
-  const bool longer = kHeadDim <= 64 && triangular && !padded, shorter = kHeadDim > 64 && triangular && padded;
   const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
-  if (longest > (longer ? 2 * kLongest : shorter ? kLongestPaddedTriangle : kLongest)) return false;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
-  if (!padded && average > (longer && !groups ? kLongest : kAverage)) return false;
+  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;  // of padded batches nobody knows
+  const bool narrow = kHeadDim <= 64 && triangular && !padded, shorter = kHeadDim > 64 && triangular && padded;
+  const bool longer = narrow || (packed && average <= kShortAverage);
+  if (longest > (longer ? 2 * kLongest : shorter ? kLongestPaddedTriangle : kLongest)) return false;
+  if (!padded && average > (narrow && !groups ? kLongest : kAverage)) return false;
   return !groups || BackwardShortPlan<kHeadDim>::make(params).key_blocks * int64_t{params.heads_k} >=
                         int64_t{kRounds} * multiprocessors(params.device);
 }
