@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   }
   const QueryBlock at(forward, kBlockM, gridDim.x - 1 - blockIdx.x);
   const int query_block = at.number, head = at.head, batch = at.batch;
-  if constexpr (kFamily == kSm90) {
+  if constexpr (kFamily == kSm90 && kColumns == 0) {  // nothing is added to dQ: BackwardShortShape
     arguments.owners_q.write(forward.sequences_q, forward.batch, forward.max_seqlen_q);
     arguments.owners_k.write(forward.sequences_k, forward.batch, forward.max_seqlen_k);
   }
