@@ -252,4 +252,12 @@ struct BackwardTile<256> {
 template <>
 struct BackwardTile<512> : BackwardTile<256> {};
 
+// Backward of short sequences: a block is one warpgroup. Shared memory: three pairs of tiles, dS and rows, 58 and 106 KB. Accumulator registers of
+// a thread: S and dP 32 each, dK and dV D / 2 each: 128 of 168 at d 64, 192 of 255 at d 128. PERF: three blocks on a multiprocessor, not two, 11 to
+// 19 %. TUNING.md, "Small thread blocks".
+template <int kHeadDim>
+struct BackwardShortTile {
+  static constexpr int kBlockM = 64, kBlockN = 64, kBlocksPerSm = kHeadDim > 64 ? 2 : 3;
+};
+
 }  // namespace hf_flash2::sm90

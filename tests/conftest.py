@@ -87,6 +87,11 @@ def block_tables(monkeypatch):
     return made
 
 
+def give_back_memory():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def most_of_the_memory(tmp_path_factory):
     """60 GiB of the GPU's memory, for one test of all processes of a run at a time: with three such tests at once, others find none."""
@@ -98,8 +103,7 @@ def most_of_the_memory(tmp_path_factory):
         if torch.cuda.mem_get_info()[0] < 60 * 2**30:
             pytest.skip("needs 60 GiB of free GPU memory")
         yield
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_memory()
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +111,7 @@ def leaves_memory_to_others():
     """Gives back what a test has left in torch's allocator, if that is much: the other processes of a run have tests of their own."""
     yield
     if DEVICE == "cuda" and torch.cuda.memory_reserved() > 2 * 2**30:
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_memory()
 
 
 @pytest.fixture(autouse=True)

@@ -530,18 +530,20 @@ SEMAPHORES = 4  # of a tile of dQ: Workspace::kSemaphores
 KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (64, 64)}
 
 
+def count_blocks(case: Case, lengths: tuple[int, ...], seqlen: int, size: int) -> int:
+    """Of all sequences, as the kernels number them."""
+    return sum(lengths) // size + len(lengths) if case.form == "packed" else len(lengths) * -(-seqlen // size)
+
+
 def group_splits(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int) -> float:
     """Among how many tasks a Hopper backward that needs this scratch splits the query heads of a group."""
     head_dim = next(d for d in KERNEL_TILES if d >= max(case.head_dim, case.head_dim_v))
     head_dim_v = 128 if head_dim == 192 and case.head_dim_v <= 128 else head_dim
-    batch, packed = len(case.lengths_q), case.form == "packed"
-
-    def blocks(lengths: tuple[int, ...], seqlen: int, size: int) -> int:
-        return sum(lengths) // size + batch if packed else batch * -(-seqlen // size)
-
     (block_m, block_n), columns = KERNEL_TILES[head_dim], -(-head_dim // 64) * 64
-    without = (blocks(case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + SEMAPHORES) + ROUNDING_WARPS + 1) * 4
-    of_split = case.heads[1] * blocks(case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 2
+    without = (
+        count_blocks(case, case.lengths_q, seqlen_q, block_m) * case.heads[0] * (block_m * (columns + 2) + SEMAPHORES) + ROUNDING_WARPS + 1
+    ) * 4
+    of_split = case.heads[1] * count_blocks(case, case.lengths_k, seqlen_k, block_n) * block_n * (head_dim + head_dim_v) * 2
     return 1 if workspace_bytes == without else (workspace_bytes - -(-without // 128) * 128) / of_split
 
 
@@ -560,14 +562,9 @@ def backward_workspaces(library, monkeypatch) -> list[int]:
 
 def takes_small_blocks(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether a Hopper backward that needs this scratch is the one of short sequences (csrc/sm90/backward_short.cuh)."""
-    batch, packed = len(case.lengths_q), case.form == "packed"
-
-    def blocks(lengths: tuple[int, ...], seqlen: int) -> int:
-        return sum(lengths) // 64 + batch if packed else batch * -(-seqlen // 64)
-
-    queries, keys = blocks(case.lengths_q, seqlen_q), blocks(case.lengths_k, seqlen_k)
+    queries, keys = count_blocks(case, case.lengths_q, seqlen_q, 64), count_blocks(case, case.lengths_k, seqlen_k, 64)
     without = (queries * case.heads[0] * (64 * 2 + SEMAPHORES) + ROUNDING_WARPS + 1) * 4
-    return workspace_bytes == -(-without // 16) * 16 + (queries + keys) * 16 * packed
+    return workspace_bytes == -(-without // 16) * 16 + (queries + keys) * 16 * (case.form == "packed")
 
 
 MIXED = (1, 0, 64, 7, 65, 130)

@@ -17,12 +17,8 @@ struct SequenceBlock {
 
 struct BlockOwners {
   int4* of;    // [blocks]: sequence, number of the block there, start and length of the sequence; null unless packed
-  int blocks;  // numbers there are
+  int blocks;  // as Workspace::query_blocks() counts them, of keys likewise
   int size;    // tokens of a block
-
-  static int64_t count(const HfFlash2Sequences& sequences, int64_t batches, int total, int max_seqlen, int size) {
-    return sequences.cu_seqlens != nullptr ? total / size + batches : batches * ((max_seqlen + size - 1) / size);
-  }
 
   // By all threads of a kernel. Each looks for the last sequence that begins with its number or before.
   __device__ __forceinline__ void write(const HfFlash2Sequences& sequences, int batches, int max_seqlen) const {

@@ -15,13 +15,14 @@
 namespace hf_flash2::sm90 {
 
 template <int kHeadDimension>
-struct BackwardShortShape {
-  static constexpr int kHeadDim = kHeadDimension, kBlockM = 64, kBlockN = 64, kThreads = 128;
+struct BackwardShortShape : BackwardShortTile<kHeadDimension> {
+  using Tile = BackwardShortTile<kHeadDimension>;
+  static constexpr int kHeadDim = kHeadDimension, kThreads = 128;
   static constexpr int kPanels = (kHeadDim + 63) / 64, kPanelBytes = 64 * 128, kTileBytes = kPanels * kPanelBytes;
   static constexpr int kKeyPanelBytes = kPanelBytes, kQueryPanelBytes = kPanelBytes, kRowBytes = 64 * 4;
-  static constexpr int kBlocksPerSm = kHeadDim > 64 ? 2 : 3;
-  static constexpr bool kOneByOne = kBlocksPerSm > 2;  // dP not beside S and dV: there are no registers for it
-  static constexpr int kDqColumns = 0;                 // Workspace: nothing is accumulated there
+  static_assert(Tile::kBlockM == 64 && Tile::kBlockN == 64, "both are the rows of a warpgroup, and of a panel");
+  static constexpr bool kOneByOne = Tile::kBlocksPerSm > 2;  // dP not beside S and dV: there are no registers for it
+  static constexpr int kDqColumns = 0;                       // Workspace: nothing is accumulated there
 };
 
 // Shared memory: pairs of tiles, K and V or Q and dO: one that stays and two that take turns; dS; of each pair, delta and lse * log2e of its

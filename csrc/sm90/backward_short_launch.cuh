@@ -17,11 +17,12 @@ struct BackwardShortPlan {
   int64_t workspace_bytes;
 
   static BackwardShortPlan make(const HfFlash2ForwardParams& params) {
-    const int64_t query_blocks = BlockOwners::count(params.sequences_q, params.batch, params.total_q, params.max_seqlen_q, Shape::kBlockM);
-    const int64_t key_blocks = BlockOwners::count(params.sequences_k, params.batch, params.total_k, params.max_seqlen_k, Shape::kBlockN);
+    const int64_t query_blocks = Workspace::query_blocks(params, Shape::kBlockM);
+    const bool packed = params.sequences_k.cu_seqlens != nullptr;
+    const int64_t key_blocks = GroupSplits::count_blocks(params, Shape::kBlockN) * (packed ? 1 : params.batch);
     check_count(std::max(query_blocks * params.heads_q, key_blocks * params.heads_k), "attention backward, sm90, short");
     const int64_t owners_at = ceil_div(Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns), 16) * 16;
-    const int64_t owners = params.sequences_q.cu_seqlens != nullptr ? query_blocks + key_blocks : 0;
+    const int64_t owners = packed ? query_blocks + key_blocks : 0;
     return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)}};
   }
 };
