@@ -49,4 +49,12 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t sourc
         : "memory");
 }
 
+// The same to a 5-D map, streaming.
+__device__ __forceinline__ void tma_store_streaming(const CUtensorMap* map, uint32_t source, int x, int y, int z, int w, int v) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], [%1], %7;" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(source), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(evict_first_policy())
+               : "memory");
+}
+
 }  // namespace hf_flash2

@@ -52,6 +52,9 @@ struct BackwardShortArguments {
   BlockOwners owners_q, owners_k;
   Divisor blocks_q, blocks_k;  // of the longest sequence
   Divisor heads_k, group;
+  CUtensorMap dq, dk, dv;  // make_sequence_map()
+
+  __device__ __forceinline__ int map_batch(int batch) const { return owners_q.of != nullptr ? 0 : batch; }
 };
 
 // PERF: in shared memory, where it is read again for each use, as registers are what limits the thread blocks of a multiprocessor.
@@ -80,7 +83,7 @@ struct ShortLoader {
 
   __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, const CUtensorMap* zeros, int pair, int map_rows,
                                        const Sequence& sequence, int block, int head, int batch, int columns) const {
-    const int map_batch = arguments.owners_q.of != nullptr ? 0 : batch;
+    const int map_batch = arguments.map_batch(batch);
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
       const int column = panel * 64;
@@ -115,6 +118,30 @@ struct ShortLoader {
   }
 };
 
+// A gradient of 64 tokens, rounded, to a tile whose contents nobody needs any more.
+template <typename Shape, typename T>
+__device__ __forceinline__ void write_gradient(uint32_t tile, const float (&gradient)[Shape::kHeadDim / 8][4]) {
+  uint32_t rounded[Shape::kHeadDim / 4];
+  round_tiles<T, Shape::kHeadDim / 8>(rounded, gradient);
+  store_panels<Shape::kPanelBytes, Shape::kHeadDim / 8>(tile, rounded);
+}
+
+// From there to its rows in global memory, by one thread, behind a barrier. The tile may be written again after bulk_wait_read().
+// PERF: in place of rows stored from registers, 200 instructions for 64 columns, exchanged between lanes: 65. One H200, packed, causal, to 64, 128,
+// 256 tokens, d 64 5 4 4 % faster, d 128 10 8 6. TUNING.md, "Small thread blocks".
+template <typename Shape>
+__device__ __forceinline__ void store_gradient(const CUtensorMap* map, uint32_t tile, int map_rows, const Sequence& sequence, int block,
+                                               int head, int map_batch, int columns) {
+#pragma unroll
+  for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    const int column = panel * 64;
+    if (panel == 0 || column < columns)
+      tma_store_streaming(map, tile + panel * Shape::kPanelBytes, column, map_rows - sequence.length + block * 64,
+                          sequence.start + sequence.length, head, map_batch);
+  }
+  bulk_commit();
+}
+
 // Rounds over blocks [begin, end), each from `first` on.
 struct ShortWalk {
   int begin, end, first, rounds, block;  // rounds: left, this one too
@@ -127,17 +154,6 @@ struct ShortWalk {
     if (block == first) --rounds;
   }
 };
-
-// Rounded, from row `row` of a sequence on.
-template <typename T, int kTiles>
-__device__ __forceinline__ void store_gradient(const HfFlash2Tensor& tensor, int batch, int head, const Sequence& sequence, int row,
-                                               const float (&gradient)[kTiles][4], int columns, int first_column = 0) {
-  row += threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  T* rows = token_pointer<T>(tensor, batch, head, sequence.start + row) + first_column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    store_row<true>(gradient, half, rows + half * 8 * tensor.token_stride, row + half * 8 < sequence.length, columns - first_column);
-}
 
 __device__ __forceinline__ bool needs_mask(const Mask& mask, int query_begin, int key_begin) {
   return mask.visible != nullptr || mask.needed(query_begin, query_begin + 64, key_begin, key_begin + 64);
@@ -186,14 +202,19 @@ __device__ __forceinline__ void multiply_ds(const BackwardShortShared<Shape>& sh
   wgmma_use<Shape::kHeadDim / 2>(&dq[0][0]);
 }
 
+// dQ of a query head, by way of a tile.
 template <typename Shape, typename T>
 __device__ __forceinline__ void store_query_gradient(const BackwardShortArguments& arguments, const BackwardShortShared<Shape>& shared,
-                                                     float (&dq)[Shape::kHeadDim / 8][4], int head, int query_block) {
-  const HfFlash2BackwardParams& params = arguments.params;
-  const ShortTask task = ShortTask::load(shared.task());
+                                                     float (&dq)[Shape::kHeadDim / 8][4], uint32_t tile, int head, int query_block) {
+  const HfFlash2ForwardParams& forward = arguments.params.forward;
 #pragma unroll
-  for (int i = 0; i < Shape::kHeadDim / 2; ++i) (&dq[0][0])[i] *= params.forward.softmax_scale;
-  store_gradient<T>(params.dq, task.batch, task.first_head + head, task.q, query_block * 64, dq, params.forward.head_dim);
+  for (int i = 0; i < Shape::kHeadDim / 2; ++i) (&dq[0][0])[i] *= forward.softmax_scale;
+  write_gradient<Shape, T>(tile, dq);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const ShortTask task = ShortTask::load(shared.task());
+  store_gradient<Shape>(&arguments.dq, tile, arguments.map_rows_q, task.q, query_block, task.first_head + head,
+                        arguments.map_batch(task.batch), forward.head_dim);
 }
 
 // One key block after another, for the queries that stay: adds to dQ.
@@ -296,7 +317,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     phases ^= 1u << pair;
   };
   bool kept = false;  // dS of the last step of the first pass, of the query block of the second
-  int last_pair = 0;
+  int last_pair = 1;
 
   if (of_k.is_there(64)) {
     const Sequence q = same ? found_q.sequence : find_sequence(forward.sequences_q, forward.batch, of_k.batch, forward.max_seqlen_q);
@@ -328,13 +349,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       if (lone && at.rounds > 1) {
         float dq[kHeadDim / 8][4];
         multiply_ds<Shape, T>(shared, dq);
-        store_query_gradient<Shape, T>(arguments, shared, dq, group - at.rounds, key_block);
-        __syncthreads();
+        store_query_gradient<Shape, T>(arguments, shared, dq, shared.first(pair), group - at.rounds, key_block);
       }
       if (threadIdx.x == 0) {
         ShortWalk ahead = at;
         ahead.advance();
         if (ahead.has_more()) ahead.advance();
+        if (lone) bulk_wait_read<0>();
         if (ahead.has_more()) load_at(ahead, pair);
       }
     }
@@ -343,8 +364,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     wgmma_use<kHeadDim / 2>(&dv[0][0]);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) (&dk[0][0])[i] *= forward.softmax_scale;
-    store_gradient<T>(params.dk, of_k.batch, key_head, of_k.sequence, key_begin, dk, forward.head_dim);
-    store_gradient<T>(params.dv, of_k.batch, key_head, of_k.sequence, key_begin, dv, forward.head_dim_v);
+    write_gradient<Shape, T>(shared.first(pair), dk);
+    write_gradient<Shape, T>(shared.second(pair), dv);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int map_batch = arguments.map_batch(of_k.batch);
+      store_gradient<Shape>(&arguments.dk, shared.first(pair), arguments.map_rows_k, of_k.sequence, key_block, key_head, map_batch,
+                            forward.head_dim);
+      store_gradient<Shape>(&arguments.dv, shared.second(pair), arguments.map_rows_k, of_k.sequence, key_block, key_head, map_batch,
+                            forward.head_dim_v);
+    }
   }
 
   const uint4 queries = load_shared_uint4(shared.queries());
@@ -362,34 +391,32 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     }
     // Where dS is kept, of the last query head, that is first.
     const bool lone = kept && end - begin == 1;
-    const int stays = kept ? last_pair : 0, first_pair = kept ? 3 - last_pair : 1, second_pair = 3 - stays - first_pair;
+    const int stays = kept ? last_pair : 0, first_pair = last_pair - stays, second_pair = 3 - last_pair;
     const int heads = lone ? 1 : group;
     ShortWalk at(begin, end, kept ? query_block : begin, heads);
     if (kept) at.advance();
     const auto head_of = [&](int round) { return !kept ? round : round == 0 ? group - 1 : round - 1; };
-    if (threadIdx.x == 0) {
-      if (!kept && at.has_more()) loader.load_queries(stays, 0, query_block);
-      if (at.has_more()) loader.load_keys(first_pair, at.block);
+    float dq[kHeadDim / 8][4];
+    if (kept) {
+      multiply_ds<Shape, T>(shared, dq);
+      __syncthreads();  // nobody needs these keys any more
+    }
+    if (threadIdx.x == 0 && at.has_more()) {
+      loader.load_keys(first_pair, at.block);
+      if (!kept) loader.load_queries(stays, 0, query_block);
+      ShortWalk ahead = at;
+      ahead.advance();
+      bulk_wait_read<0>();  // dK and dV
+      if (ahead.has_more()) loader.load_keys(second_pair, ahead.block);
     }
     int pair = first_pair;
 #pragma unroll 1
     for (int round = 0; round < heads; ++round) {
-      float dq[kHeadDim / 8][4];
-      if (kept && round == 0) {
-        multiply_ds<Shape, T>(shared, dq);
-      } else {
+      if (!kept || round > 0) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) (&dq[0][0])[i] = 0.f;
+        if (at.has_more()) wait_for(stays);
       }
-      if (round == 0) {
-        __syncthreads();  // all have multiplied
-        if (threadIdx.x == 0 && at.has_more()) {
-          ShortWalk ahead = at;
-          ahead.advance();
-          if (ahead.has_more()) loader.load_keys(second_pair, ahead.block);
-        }
-      }
-      if (!(kept && round == 0) && at.has_more()) wait_for(stays);
 #pragma unroll 1
       for (; at.rounds == heads - round; at.advance(), pair = first_pair + second_pair - pair) {
         wait_for(pair);
@@ -398,15 +425,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         if (threadIdx.x == 0) {
           ShortWalk ahead = at;
           ahead.advance();
-          if (ahead.rounds < at.rounds && ahead.has_more()) loader.load_queries(stays, head_of(round + 1), query_block);
           if (ahead.has_more()) ahead.advance();
           if (ahead.has_more()) loader.load_keys(pair, ahead.block);
         }
       }
       wgmma_use<kHeadDim / 2>(&dq[0][0]);
-      store_query_gradient<Shape, T>(arguments, shared, dq, head_of(round), query_block);
+      store_query_gradient<Shape, T>(arguments, shared, dq, shared.first(stays), head_of(round), query_block);
+      if (round + 1 == heads) break;
+      if (threadIdx.x == 0) {
+        bulk_wait_read<0>();
+        if (at.has_more()) loader.load_queries(stays, head_of(round + 1), query_block);
+      }
+      if (!at.has_more()) __syncthreads();  // there is no step whose barrier others would wait at
     }
   }
+  if (threadIdx.x == 0) bulk_wait_read<0>();  // before this memory is another's
 }
 
 }  // namespace hf_flash2::sm90
