@@ -583,6 +583,8 @@ SMALL_BLOCKS = (
     Case("small", 128, (2, 2), (70,) * 4, (30, 200, 64, 0), form="ranges", padding="keys"),
     Case("small", 128, (3, 3), (1, 43, 30), form="ranges", padding="left", causal=True),
     Case("small", 64, (1, 1), (130, 130), sinks=1.0, causal=True),
+    Case("small", 64, (6, 6), (70, 3, 0, 64) * 16, form="packed", causal=True),  # delta of four heads by one thread block, and of two
+    Case("small", 128, (3, 3), (66, 5) * 20, form="packed"),  # of two, and of one
 )
 
 

@@ -6,7 +6,6 @@
 #pragma once
 #include <math.h>
 
-#include "attention/block_owners.cuh"
 #include "attention/sequence_table.cuh"
 #include "attention/softmax.cuh"
 #include "attention/workspace.cuh"
@@ -22,8 +21,18 @@ struct PreprocessArguments {
   SequenceTable table;  // of key blocks, for Hopper: a thread block more makes it, the first
   int most_key_blocks;
   int keys_of_block;
-  BlockOwners owners_q, owners_k;  // for the Hopper kernel of short sequences
 };
+
+// 8 elements each.
+template <typename T>
+__device__ __forceinline__ void add_products(float& sum, const uint4& x, const uint4& y) {
+  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 a = unpack<T>(xs[i]), b = unpack<T>(ys[i]);
+    sum += a.x * b.x + a.y * b.y;
+  }
+}
 
 // One block of threads per query block; a tile of the dQ accumulator has kColumns columns. Rows past the end of a sequence get lse = +inf,
 // so that P = exp2(S - lse) = 0 without a row mask. kFamily only keeps the kernels of the families apart, which are compiled for different
@@ -46,10 +55,6 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   }
   const QueryBlock at(forward, kBlockM, gridDim.x - 1 - blockIdx.x);
   const int query_block = at.number, head = at.head, batch = at.batch;
-  if constexpr (kFamily == kSm90 && kColumns == 0) {  // nothing is added to dQ: BackwardShortShape
-    arguments.owners_q.write(forward.sequences_q, forward.batch, forward.max_seqlen_q);
-    arguments.owners_k.write(forward.sequences_k, forward.batch, forward.max_seqlen_k);
-  }
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
   if (query_block * kBlockM >= seq.length) return;
 
@@ -74,12 +79,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
       for (int column = threadIdx.x % 8 * 8; column < forward.head_dim_v; column += 64) {
         const uint4 o = __ldcs(reinterpret_cast<const uint4*>(out + row * forward.out.token_stride + column));
         const uint4 d = *reinterpret_cast<const uint4*>(dout + row * params.dout.token_stride + column);
-        const uint32_t os[4] = {o.x, o.y, o.z, o.w}, ds[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 a = unpack<T>(os[i]), b = unpack<T>(ds[i]);
-          sum += a.x * b.x + a.y * b.y;
-        }
+        add_products<T>(sum, o, d);
       }
     }
 #pragma unroll

@@ -16,7 +16,7 @@ void launch_backward(const HfFlash2BackwardParams& params) {
   const int64_t query_blocks = ceil_div(forward.max_seqlen_q, Shape::kBlockM) * forward.heads_q * forward.batch;
   const int64_t key_blocks = ceil_div(forward.max_seqlen_k, Shape::kBlockN) * forward.heads_k * forward.batch;
   launch_clear_gaps(params, forward);
-  const PreprocessArguments prepared{params, {nullptr}, 0, 1, {}, {}};
+  const PreprocessArguments prepared{params, {nullptr}, 0, 1};
   launch<preprocess_kernel<kSm80, Shape::kBlockM, kHeadDim, true, T>>(prepared, query_blocks, kPreprocessThreads, 0, forward.device,
                                                                       forward.stream, "attention backward, preprocess");
   if (forward.dropout_p > 0.f || forward.softcap > 0.f)

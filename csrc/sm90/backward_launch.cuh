@@ -314,7 +314,7 @@ void launch_backward(HfFlash2BackwardParams params) {
   arguments.task_blocks = static_cast<int>(std::min<int64_t>(plan.units, computing)) * Shape::kCluster;
   arguments.table = {nullptr};
   if (plan.has_table) arguments.table = {reinterpret_cast<int2*>(static_cast<char*>(params.workspace) + plan.table_at)};
-  const PreprocessArguments prepared{params, arguments.table, plan.most_blocks, Shape::kTaskKeys, {}, {}};
+  const PreprocessArguments prepared{params, arguments.table, plan.most_blocks, Shape::kTaskKeys};
   const auto preprocess = [&](auto clear_dq) {
     launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, decltype(clear_dq)::value, T>>(
         prepared, query_blocks + plan.has_table, kPreprocessThreads, 0, forward.device, forward.stream,

@@ -1,6 +1,6 @@
 // FlashAttention-2 backward for Hopper, head dims to 128, of short sequences: small thread blocks of one warpgroup, several on a multiprocessor, so
 // that others compute while one waits. Dao, arXiv 2307.08691, algorithm 2, as two passes over the scores.
-// Launched by backward_launch.cuh behind preprocess_kernel (delta).
+// Launched by backward_short_launch.cuh behind short_preprocess_kernel (delta).
 //
 // A thread block has 64 tokens of a sequence and a key head. First, as keys: their dK and dV stay in registers while the query blocks that see them
 // come by, over all query heads that share the key head. Then, as queries of each of these heads: dQ stays there, while the key blocks that they

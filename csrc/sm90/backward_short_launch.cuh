@@ -1,8 +1,8 @@
 // Launch of the Hopper backward of short sequences (backward_short.cuh): when, preprocess and kernel.
 #pragma once
-#include "attention/preprocess.cuh"
 #include "launch.h"
 #include "sm90/backward_short.cuh"
+#include "sm90/backward_short_preprocess.cuh"
 #include "sm90/scheduler.h"
 #include "sm90/tensor_map.h"
 
@@ -49,6 +49,17 @@ bool takes_short(const HfFlash2BackwardParams& backward) {
                         int64_t{kRounds} * multiprocessors(params.device);
 }
 
+// Heads of a thread block of the first kernel: as many as have 512 bytes of a token, where that leaves enough thread blocks.
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 9 9 7 7 % faster than one head each, d 128 3 2 2. TUNING.md, "Small thread blocks".
+template <int kHeadDim>
+int choose_log2_heads(const HfFlash2ForwardParams& params, int64_t blocks) {
+  constexpr int kAtOnce = 8;  // thread blocks, of a multiprocessor
+  int log2_heads = kHeadDim <= 64 ? 2 : 1;
+  while (log2_heads > 0 && blocks * ceil_div(params.heads_q, 1 << log2_heads) < int64_t{kAtOnce} * multiprocessors(params.device))
+    --log2_heads;
+  return log2_heads;
+}
+
 template <int kHeadDim, typename T>
 void launch_backward_short(const HfFlash2BackwardParams& params) {
   using Plan = BackwardShortPlan<kHeadDim>;
@@ -74,10 +85,12 @@ void launch_backward_short(const HfFlash2BackwardParams& params) {
   arguments.blocks_k = Divisor::of(static_cast<int>(std::max<int64_t>(1, blocks_k)));
   arguments.heads_k = Divisor::of(forward.heads_k), arguments.group = Divisor::of(forward.heads_q / forward.heads_k);
 
-  const PreprocessArguments prepared{params, {nullptr}, 0, 0, arguments.owners_q, arguments.owners_k};
-  launch<preprocess_kernel<kSm90, Shape::kBlockM, Shape::kDqColumns, false, T>>(prepared, blocks_q * forward.heads_q * forward.batch,
-                                                                                kPreprocessThreads, 0, forward.device, forward.stream,
-                                                                                "attention backward, sm90, preprocess");
+  const int log2_heads = choose_log2_heads<kHeadDim>(forward, blocks_q * forward.batch);
+  const int64_t parts = ceil_div(forward.heads_q, 1 << log2_heads);
+  const ShortPreprocessArguments prepared{
+      params, arguments.owners_q, arguments.owners_k, arguments.blocks_q, Divisor::of(static_cast<int>(parts)), log2_heads};
+  launch<short_preprocess_kernel<Shape::kBlockM, T>>(prepared, blocks_q * forward.batch * parts, kPreprocessThreads, 0, forward.device,
+                                                     forward.stream, "attention backward, sm90, preprocess");
   launch<backward_short_kernel<Shape, T>>(arguments, int64_t{std::max(plan.query_blocks, plan.key_blocks)} * forward.heads_k,
                                           Shape::kThreads, BackwardShortShared<Shape>::kBytes, forward.device, forward.stream,
                                           "attention backward, sm90, short", Start::kEarly);
