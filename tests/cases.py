@@ -221,9 +221,9 @@ def _table() -> list[Case]:
             cases.append(Case("small", d, (2, 2), SMALL[:6], SMALL[5::-1], form="packed", causal=causal))
             cases.append(Case("small", d, (1, 1), SHORT_Q, SHORT_K, form="ranges", padding="holes", causal=causal))
             cases.append(Case("small", d, (1, 1), (100, 64), (40, 130), form="packed", window=(30, 0 if causal else 5)))
+            cases.append(Case("small", d, (2, 2), (1000, *SMALL[:5] * 2, 0, 0, 0), form="packed", causal=causal))
             cases.append(Case("small", d, (5, 5), MANY, form="packed", causal=causal))  # delta of several heads by one thread block
-            # With padding beside the longest, at most 256 rows; of causal batches above d 64, 64.
-            longest = (64 if causal and d > 64 else 256) - RANGE_PADDING
+            longest = 256 - RANGE_PADDING
             padded = {"lengths_q": tuple(min(x, longest) for x in SMALL), "form": "ranges", "causal": causal}
             cases += [Case("small", d, (2, 2), padding=padding, **padded) for padding in ("left", "mixed", "holes")]
         cases += [Case("sinks", d, (8, 2), (150,) * 2, causal=causal, sinks=2.0) for d in KERNEL_HEAD_DIMS]

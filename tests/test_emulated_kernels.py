@@ -207,11 +207,11 @@ SHORT_SEQUENCES = {
         ("100", 96, (1, 1), "ranges", True, True, False),
         ("100", 128, (2, 1), "packed", True, True, False),
         ("100", 128, (1, 1), "packed", False, True, True),
-        ("101", 64, (1, 1), "packed", False, False, False),
+        ("101", 64, (1, 1), "packed", False, False, True),
         ("101", 128, (1, 1), "ranges", True, False, False),
         ("1100", 64, (1, 1), "packed", True, False, True),
         ("1100", 64, (1, 1), "ranges", True, True, True),
-        ("1101", 64, (1, 1), "ranges", True, True, False),
+        ("1101", 128, (1, 1), "ranges", True, True, False),
     ),
 )
 def test_tables_of_many_short_sequences(
@@ -604,21 +604,33 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
 @pytest.mark.parametrize(
     ("case", "taken"),
     (
-        (Case("when", 64, (1, 1), (256,), causal=True), True),
-        (Case("when", 64, (1, 1), (257,), causal=True), False),
-        (Case("when", 64, (12, 4), (256,), causal=True), False),  # groups
-        (Case("when", 64, (12, 4), (192,), causal=True), True),
+        (Case("when", 64, (1, 1), (448,), causal=True), True),
+        (Case("when", 64, (1, 1), (449,), causal=True), False),
+        (Case("when", 64, (1, 1), (320,)), True),
+        (Case("when", 64, (1, 1), (321,)), False),
+        (Case("when", 128, (1, 1), (384,), causal=True), True),
+        (Case("when", 128, (1, 1), (385,), causal=True), False),
+        (Case("when", 128, (1, 1), (256,)), True),
+        (Case("when", 128, (1, 1), (257,)), False),
+        (Case("when", 64, (12, 4), (320,), causal=True), True),  # groups
+        (Case("when", 64, (12, 4), (321,), causal=True), False),
+        (Case("when", 64, (12, 4), (193,)), False),
+        (Case("when", 128, (12, 4), (240,), causal=True), True),
+        (Case("when", 128, (12, 4), (241,), causal=True), False),
         (Case("when", 64, (2, 1), (192,), causal=True), False),  # few thread blocks
-        (Case("when", 64, (1, 1), (192,)), True),
-        (Case("when", 64, (1, 1), (193,)), False),
-        (Case("when", 64, (1, 1), (512, 0), form="packed", causal=True), True),
-        (Case("when", 64, (1, 1), (513, 0, 0), form="packed", causal=True), False),
-        (Case("when", 64, (1, 1), (300, 230), form="packed", causal=True), False),  # on average longer
-        (Case("when", 64, (1, 1), (257, 0), form="packed"), False),
-        (Case("when", 128, (1, 1), (257, 0), form="packed", causal=True), False),
-        (Case("when", 128, (1, 1), (257, 0, 0, 0, 1), form="packed"), True),  # on average at most 64
-        (Case("when", 64, (1, 1), (513,) + (0,) * 8, form="packed"), False),
-        (Case("when", 128, (1, 1), (256, 0), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0, 1), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0), form="packed", causal=True), False),  # on average longer
+        (Case("when", 64, (1, 1), (1025,) + (0,) * 9, form="packed", causal=True), False),
+        (Case("when", 64, (1, 1), (300, 230), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (512, 0), form="packed"), False),
+        (Case("when", 64, (1, 1), (512, 0, 0), form="packed"), True),
+        (Case("when", 128, (1, 1), (512, 0), form="packed", causal=True), True),
+        (Case("when", 128, (1, 1), (640, 0), form="packed", causal=True), False),
+        (Case("when", 64, (1, 1), (512 - RANGE_PADDING,), form="ranges", causal=True), True),
+        (Case("when", 64, (1, 1), (513 - RANGE_PADDING,), form="ranges", causal=True), False),
+        (Case("when", 64, (1, 1), (257 - RANGE_PADDING,), form="ranges"), False),
+        (Case("when", 128, (1, 1), (256 - RANGE_PADDING,), form="ranges", causal=True), True),
+        (Case("when", 128, (1, 1), (257 - RANGE_PADDING,), form="ranges", causal=True), False),
         (Case("when", 128, (1, 1), (192,), dropout_p=0.1), False),
         (Case("when", 128, (1, 1), (192,), softcap=5.0), False),
         (Case("when", 192, (1, 1), (64,)), False),
@@ -629,7 +641,9 @@ def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces)
     sample = Sample(case, torch.bfloat16, CPU)
     keep = kept_by_next_call(sample)
     check(emulate("sm90", sample), sample, keep)
-    assert [takes_small_blocks(x, case, max(case.lengths_q), max(case.lengths_k)) for x in backward_workspaces] == [taken]
+    padding = RANGE_PADDING if case.form == "ranges" else 0
+    seqlens = max(case.lengths_q) + padding, max(case.lengths_k) + padding
+    assert [takes_small_blocks(x, case, *seqlens) for x in backward_workspaces] == [taken]
 
 
 SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors

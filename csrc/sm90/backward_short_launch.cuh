@@ -29,28 +29,31 @@ struct BackwardShortPlan {
 
 // Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
 // computed twice: by the longest, and the average, as far as shapes tell. Not where few thread blocks would have the query heads of whole groups
-// one after another, nor for all but the shortest padded causal batches above d 64, whose zeros the other kernel hides better.
-// PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 106 to 146, 58 to 71, 19 to 36, 1 to 17 % faster, d 128 27 to 45, 17 to 23, 3 to 8 %,
-// and 1 to 5 slower. TUNING.md, "Small thread blocks".
+// one after another.
+// PERF: packed, causal, to 64, 128, 256, 512, 1k tokens, d 64 125 86 49 26 4 % faster, d 128 45 26 16 3 %, and to 1k not taken.
+// TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
-  constexpr int kLongest = 256, kLongestPaddedTriangle = 64, kAverage = 192, kShortAverage = 64, kRounds = 4;
+  constexpr bool kNarrow = kHeadDim <= 64;
+  constexpr int kLongestPacked = 1024, kLongestPadded = 256, kRounds = 4;
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
-  const bool triangular = is_triangular(params), padded = may_have_gaps(backward), groups = params.heads_q > params.heads_k;
+  const bool triangular = is_triangular(params), groups = params.heads_q > params.heads_k;
   const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
-  const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;  // of padded batches nobody knows
-  const bool narrow = kHeadDim <= 64 && triangular && !padded, shorter = kHeadDim > 64 && triangular && padded;
-  const bool longer = narrow || (packed && average <= kShortAverage);
-  if (longest > (longer ? 2 * kLongest : shorter ? kLongestPaddedTriangle : kLongest)) return false;
-  if (!padded && average > (narrow && !groups ? kLongest : kAverage)) return false;
+  if (may_have_gaps(backward)) {  // nobody knows the average
+    if (longest > (triangular && kNarrow && !groups ? 2 * kLongestPadded : kLongestPadded)) return false;
+  } else {
+    const int limit = triangular ? (groups ? (kNarrow ? 320 : 240) : (kNarrow ? 448 : 384)) : (groups ? 192 : (kNarrow ? 320 : 256));
+    const bool packed = params.sequences_q.cu_seqlens != nullptr;
+    const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
+    if (longest > kLongestPacked || average * longest > limit * limit) return false;
+  }
   return !groups || BackwardShortPlan<kHeadDim>::make(params).key_blocks * int64_t{params.heads_k} >=
                         int64_t{kRounds} * multiprocessors(params.device);
 }
 
 // Heads of a thread block of the first kernel: as many as have 512 bytes of a token, where that leaves enough thread blocks.
-// PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 9 9 7 7 % faster than one head each, d 128 3 2 2. TUNING.md, "Small thread blocks".
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 7 6 5 4 % faster than one head each, d 128 2 1 0. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 int choose_log2_heads(const HfFlash2ForwardParams& params, int64_t blocks) {
   constexpr int kAtOnce = 8;  // thread blocks, of a multiprocessor
