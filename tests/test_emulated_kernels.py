@@ -721,7 +721,7 @@ GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a 
     "and of yet longer ones": (((20, 5), 128, 24576, 24576, 1, True), 1),
     "at another head dim": (((12, 4), 96, 4096, 4096, 1, True), 3),
     "with all keys": (((12, 4), 128, 4096, 4096, 1, False), 1),
-    "no groups": (((4, 4), 128, 256, 256, 1, True), 1),
+    "no groups": (((4, 4), 128, 512, 512, 1, True), 1),
     "one query": (((8, 1), 128, 1, 1024, 1, False), 1),
 }
 

@@ -17,8 +17,8 @@ __device__ __forceinline__ float find_sink(const HfFlash2ForwardParams& params, 
 constexpr int kSinkThreads = 1024;
 
 // dsink = -sum over all rows of P_sink * delta, with P_sink = exp(sink - lse), as dS = P (dP - delta) and a sink has no value, dP = 0. A thread
-// block for each head, behind the kernel that leaves delta and lse (preprocess.cuh; what dropout makes of both cancels). Sequences are shared among
-// the warps, up to 32 at a time, and added in one order: the same from run to run. kFamily: as there.
+// block for each head, behind the kernel that leaves delta and lse (preprocess.cuh or sm90/backward_short_preprocess.cuh; what dropout makes of both
+// cancels). Sequences are shared among the warps, up to 32 at a time, and added in one order: the same from run to run. kFamily: as in the former.
 template <HfFlash2Family kFamily, int kBlockM, int kColumns>
 __global__ void __launch_bounds__(kSinkThreads) sink_gradient_kernel(const __grid_constant__ HfFlash2BackwardParams params) {
   constexpr int kWarps = kSinkThreads / 32;

@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     const int begin = mask.query_block_begin(key_begin, 64), end = mask.query_block_end(key_begin + 64, 64);
     kept = same && key_block >= begin && key_block < end;
     const bool lone = kept && mask.key_block_begin(key_begin, 64) == key_block && mask.key_block_end(key_begin + 64, 64) == key_block + 1;
+    const int kept_block = kept ? key_block : -1, lone_block = lone ? key_block : -1;      // -1: none
     ShortWalk at(begin, end, kept && key_block + 1 < end ? key_block + 1 : begin, group);  // the query block that is kept comes last
     const auto load_at = [&](const ShortWalk& walk, int pair) { loader.load_queries(pair, group - walk.rounds, walk.block); };
     if (threadIdx.x == 0 && at.has_more()) {
@@ -344,9 +345,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 #pragma unroll 1
     for (; at.has_more(); at.advance(), pair = 3 - pair) {
       wait_for(pair);
-      add_key_gradients<Shape, T>(shared, dk, dv, pair, mask, key_begin, at.block * 64, scale_log2, kept && at.block == key_block);
+      add_key_gradients<Shape, T>(shared, dk, dv, pair, mask, key_begin, at.block * 64, scale_log2, at.block == kept_block);
       __syncthreads();
-      if (lone && at.rounds > 1) {
+      if (at.block == lone_block && at.rounds > 1) {
         float dq[kHeadDim / 8][4];
         multiply_ds<Shape, T>(shared, dq);
         store_query_gradient<Shape, T>(arguments, shared, dq, shared.first(pair), group - at.rounds, key_block);
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         ShortWalk ahead = at;
         ahead.advance();
         if (ahead.has_more()) ahead.advance();
-        if (lone) bulk_wait_read<0>();
+        bulk_wait_read<0>();
         if (ahead.has_more()) load_at(ahead, pair);
       }
     }

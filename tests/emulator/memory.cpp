@@ -224,12 +224,13 @@ void perform(Block& block, const Copy& copy) {
       const TensorMap& map = *static_cast<const TensorMap*>(copy.host);
       for_box(map, copy, [&](uint32_t address, unsigned char* element) {
         if (element == nullptr) return;
+        const unsigned char* source = copy.read.empty() ? block.window + address : copy.read.data() + (address - copy.shared);
         if (copy.kind == Copy::kTensorAdd)
-          add_element(map.element, element, block.window + address);
+          add_element(map.element, element, source);
         else
-          memcpy(element, block.window + address, map.element_bytes);
+          memcpy(element, source, map.element_bytes);
       });
-      end_reading(block, copy.shared, copy.bytes);
+      if (copy.read.empty()) end_reading(block, copy.shared, copy.bytes);
       break;
     }
     case Copy::kBulkLoad:
@@ -265,11 +266,13 @@ void close_group(std::vector<Copy>& open, std::deque<std::vector<Copy>>& groups)
   open.clear();
 }
 
+// The newest first: without a wait in between nothing puts copies in order.
 void finish_groups(Block& block, std::deque<std::vector<Copy>>& groups, size_t pending) {
-  while (groups.size() > pending) {
-    for (const Copy& copy : groups.front()) perform(block, copy);
-    groups.pop_front();
+  const size_t done = groups.size() > pending ? groups.size() - pending : 0;
+  for (size_t i = done; i > 0; --i) {
+    for (const Copy& copy : groups[i - 1]) perform(block, copy);
   }
+  groups.erase(groups.begin(), groups.begin() + done);
 }
 
 }  // namespace
@@ -370,7 +373,6 @@ void bulk_wait_read(int pending) {
   Fiber& fiber = self();
   for (size_t i = 0; i + pending < fiber.bulk_groups.size(); ++i) {
     for (Copy& copy : fiber.bulk_groups[i]) {
-      if (copy.kind == Copy::kTensorStore || copy.kind == Copy::kTensorAdd) return bulk_wait(pending);  // whole: nobody needs more of it
       if (!copy.read.empty()) continue;
       const unsigned char* source = fiber.block->window + copy.shared;
       copy.read.assign(source, source + copy.bytes);
