@@ -386,12 +386,12 @@ def what_tasks_said(library) -> tuple[int, int]:
 
 
 ROUNDED_BESIDE = (  # causal, heads, lengths, deterministic, splits of a group
-    (False, (16, 16), (256,) * 2, False, 1),
-    (False, (16, 16), (256,) * 2, True, 1),
-    (True, (8, 8), (384,) * 3, False, 1),
-    (True, (8, 8), (384,) * 3, True, 1),
-    (True, (16, 8), (256,) * 4, False, 1),
-    (True, (16, 8), (256,) * 4, True, 2),
+    (False, (16, 16), (384,) * 2, False, 1),
+    (False, (16, 16), (384,) * 2, True, 1),
+    (True, (8, 8), (512,) * 3, False, 1),
+    (True, (8, 8), (512,) * 3, True, 1),
+    (True, (16, 8), (384,) * 4, False, 1),
+    (True, (16, 8), (384,) * 4, True, 2),
 )
 
 
