@@ -209,6 +209,10 @@ def _table() -> list[Case]:
             Case("long", head_dim=128, heads=(8, 2), lengths_q=(1, 1), lengths_k=(4096, 4096), causal=causal),
             Case("long", head_dim=128, heads=(8, 1), lengths_q=(1,), lengths_k=(20001,), causal=causal),
             Case("many", heads=(2, 1), lengths_q=(3, 1, 0, 2) * 40, form="packed", causal=causal),
+            # Many tasks of the Hopper backward that have all of some rows of dQ, of sequences too long for small thread blocks.
+            Case("lone", 64, (16, 8), (350,) * 22, causal=causal),
+            Case("lone", 96, (8, 8), (450,) * 17, causal=causal),
+            Case("lone", 128, (8, 8), (400,) * 17, causal=causal),
         ]
         for d in (64, 96, 128):
             cases.append(Case("many", d, (2, 1), (*MANY, 130, 300), form="packed", causal=causal))
