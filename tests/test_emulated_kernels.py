@@ -224,8 +224,7 @@ def test_tables_of_many_short_sequences(
     sample = Sample(case, torch.bfloat16, CPU)
     check(emulate("sm90", sample, emulated.WIDEST_HOPPER, resident=3, deterministic=in_order), sample)
     assert forward_workspaces[0] > 16 + 8 * len(lengths)
-    longest = max(lengths) + RANGE_PADDING * (form == "ranges")
-    assert [takes_small_blocks(x, case, longest, longest) for x in backward_workspaces] == [small]
+    assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [small]
 
 
 @pytest.mark.parametrize(("sequences", "heads", "small"), ((260, 1, True), (100, 2, False)))
@@ -596,9 +595,7 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
     check(first, sample, with_dlse=True)
     again = emulate("sm90", sample, seed=3, resident=4, with_dlse=True)
     assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
-    padding = RANGE_PADDING if case.form == "ranges" else 0
-    seqlens = max(case.lengths_q) + (padding if case.padding != "keys" else 0), max(case.lengths_k) + padding
-    assert [takes_small_blocks(x, case, *seqlens) for x in backward_workspaces] == [True] * 2
+    assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -641,9 +638,7 @@ def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces)
     sample = Sample(case, torch.bfloat16, CPU)
     keep = kept_by_next_call(sample)
     check(emulate("sm90", sample), sample, keep)
-    padding = RANGE_PADDING if case.form == "ranges" else 0
-    seqlens = max(case.lengths_q) + padding, max(case.lengths_k) + padding
-    assert [takes_small_blocks(x, case, *seqlens) for x in backward_workspaces] == [taken]
+    assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [taken]
 
 
 SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors

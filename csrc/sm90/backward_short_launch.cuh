@@ -34,6 +34,8 @@ struct BackwardShortPlan {
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
   constexpr bool kNarrow = kHeadDim <= 64;
+  constexpr int kTriangle = kNarrow ? 448 : 384, kTriangleGroups = kNarrow ? 320 : 240, kAllKeys = kNarrow ? 320 : 256,
+                kAllKeysGroups = 192;
   constexpr int kLongestPacked = 1024, kLongestPadded = 256, kRounds = 4;
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
@@ -42,7 +44,7 @@ bool takes_short(const HfFlash2BackwardParams& backward) {
   if (may_have_gaps(backward)) {  // nobody knows the average
     if (longest > (triangular && kNarrow && !groups ? 2 * kLongestPadded : kLongestPadded)) return false;
   } else {
-    const int limit = triangular ? (groups ? (kNarrow ? 320 : 240) : (kNarrow ? 448 : 384)) : (groups ? 192 : (kNarrow ? 320 : 256));
+    const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
     const bool packed = params.sequences_q.cu_seqlens != nullptr;
     const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
     if (longest > kLongestPacked || average * longest > limit * limit) return false;
