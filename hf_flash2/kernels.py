@@ -136,12 +136,12 @@ class Layout:
         Args:
             out, softmax_lse: as `forward` returned them, or copies. dout: of any strides; dlse: None = zero.
 
-        Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a query
-        row and head; on Hopper 2 floats, and if packed 16 bytes for every 64 tokens and sequence of q and of k, where sequences are short
-        (to 192 to 448 tokens, by case: takes_short in csrc/sm90/backward_short_launch.cuh), as nothing is added there. On Hopper, where the
-        query heads of a group are split among thread blocks (keys are few; or causal, from 1024 tokens and 3 to 5 heads a group on, from
-        16384 tokens and 2 to 5: then among up to 4; causal and deterministic: each alone): dk and dv once more for every split. Of
-        groups of 2 to 7, dense and causal, at head dim 128, only those of the last key heads are split.
+        Scratch, from torch's allocator and free again on return: head dim (the greater one, rounded up to the kernel's) + 2 floats a
+        query row and head; on Hopper 2 floats, and if packed 16 bytes for every 64 tokens and sequence of q and of k, where sequences are
+        short (to 192 to 1024 tokens, by case: takes_short in csrc/sm90/backward_short_launch.cuh), as nothing is added there. On Hopper,
+        where the query heads of a group are split among thread blocks (keys are few; or causal, from 1024 tokens and 3 to 5 heads a group
+        on, from 16384 tokens and 2 to 5: then among up to 4; causal and deterministic: each alone): dk and dv once more for every split.
+        Of groups of 2 to 7, dense and causal, at head dim 128, only those of the last key heads are split.
         """
         if 0 in dout.stride():  # the gradient of a sum; the Hopper kernels cannot read an expanded tensor
             dout = dout.contiguous()

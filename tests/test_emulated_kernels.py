@@ -601,20 +601,28 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
 @pytest.mark.parametrize(
     ("case", "taken"),
     (
-        (Case("when", 64, (1, 1), (448,), causal=True), True),
-        (Case("when", 64, (1, 1), (449,), causal=True), False),
-        (Case("when", 64, (1, 1), (320,)), True),
-        (Case("when", 64, (1, 1), (321,)), False),
-        (Case("when", 128, (1, 1), (384,), causal=True), True),
-        (Case("when", 128, (1, 1), (385,), causal=True), False),
-        (Case("when", 128, (1, 1), (256,)), True),
-        (Case("when", 128, (1, 1), (257,)), False),
+        (Case("when", 64, (2, 2), (448,), causal=True), True),
+        (Case("when", 64, (2, 2), (449,), causal=True), False),
+        (Case("when", 64, (2, 2), (320,)), True),
+        (Case("when", 64, (2, 2), (321,)), False),
+        (Case("when", 128, (2, 2), (384,), causal=True), True),
+        (Case("when", 128, (2, 2), (385,), causal=True), False),
+        (Case("when", 128, (2, 2), (256,)), True),
+        (Case("when", 128, (2, 2), (257,)), False),
+        (Case("when", 64, (1, 1), (576,), causal=True), True),  # nine thread blocks begin at once on three multiprocessors
+        (Case("when", 64, (1, 1), (577,), causal=True), False),
+        (Case("when", 64, (1, 1), (512,)), True),
+        (Case("when", 64, (1, 1), (513,)), False),
+        (Case("when", 128, (1, 1), (320,)), True),  # six
+        (Case("when", 128, (1, 1), (321,)), False),
+        (Case("when", 64, (1, 1), (70,), (500,)), True),
+        (Case("when", 64, (1, 1), (560 - RANGE_PADDING,), form="ranges", causal=True), True),
         (Case("when", 64, (12, 4), (320,), causal=True), True),  # groups
         (Case("when", 64, (12, 4), (321,), causal=True), False),
         (Case("when", 64, (12, 4), (193,)), False),
         (Case("when", 128, (12, 4), (240,), causal=True), True),
         (Case("when", 128, (12, 4), (241,), causal=True), False),
-        (Case("when", 64, (2, 1), (192,), causal=True), False),  # few thread blocks
+        (Case("when", 64, (2, 1), (192,), causal=True), False),  # few thread blocks, of groups
         (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0, 1), form="packed", causal=True), True),
         (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0), form="packed", causal=True), False),  # on average longer
         (Case("when", 64, (1, 1), (1025,) + (0,) * 9, form="packed", causal=True), False),
@@ -623,11 +631,11 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
         (Case("when", 64, (1, 1), (512, 0, 0), form="packed"), True),
         (Case("when", 128, (1, 1), (512, 0), form="packed", causal=True), True),
         (Case("when", 128, (1, 1), (640, 0), form="packed", causal=True), False),
-        (Case("when", 64, (1, 1), (512 - RANGE_PADDING,), form="ranges", causal=True), True),
-        (Case("when", 64, (1, 1), (513 - RANGE_PADDING,), form="ranges", causal=True), False),
-        (Case("when", 64, (1, 1), (257 - RANGE_PADDING,), form="ranges"), False),
-        (Case("when", 128, (1, 1), (256 - RANGE_PADDING,), form="ranges", causal=True), True),
-        (Case("when", 128, (1, 1), (257 - RANGE_PADDING,), form="ranges", causal=True), False),
+        (Case("when", 64, (2, 2), (512 - RANGE_PADDING,), form="ranges", causal=True), True),
+        (Case("when", 64, (2, 2), (513 - RANGE_PADDING,), form="ranges", causal=True), False),
+        (Case("when", 64, (2, 2), (257 - RANGE_PADDING,), form="ranges"), False),
+        (Case("when", 128, (2, 2), (256 - RANGE_PADDING,), form="ranges", causal=True), True),
+        (Case("when", 128, (2, 2), (257 - RANGE_PADDING,), form="ranges", causal=True), False),
         (Case("when", 128, (1, 1), (192,), dropout_p=0.1), False),
         (Case("when", 128, (1, 1), (192,), softcap=5.0), False),
         (Case("when", 192, (1, 1), (64,)), False),
@@ -639,6 +647,15 @@ def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces)
     keep = kept_by_next_call(sample)
     check(emulate("sm90", sample), sample, keep)
     assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [taken]
+
+
+@pytest.mark.parametrize(("length", "taken"), ((1024, True), (1025, False)))
+def test_longest_sequence_of_small_thread_blocks(length, taken, emulate, backward_workspaces):
+    """Where all of them begin at once: 16 or 17 of 48."""
+    case = Case("when", 64, (1, 1), (length,), causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDE_HOPPER, resident=16), sample)
+    assert [takes_small_blocks(x, case, length, length) for x in backward_workspaces] == [taken]
 
 
 SPLIT_GROUPS = [  # a case, and among how many tasks a group is split on 16 multiprocessors
@@ -716,7 +733,7 @@ GROUP_CHOICES = {  # heads, head dim, queries, keys, batch, causal: splits of a 
     "and of yet longer ones": (((20, 5), 128, 24576, 24576, 1, True), 1),
     "at another head dim": (((12, 4), 96, 4096, 4096, 1, True), 3),
     "with all keys": (((12, 4), 128, 4096, 4096, 1, False), 1),
-    "no groups": (((4, 4), 128, 512, 512, 1, True), 1),
+    "no groups": (((4, 4), 128, 2048, 2048, 1, True), 1),
     "one query": (((8, 1), 128, 1, 1024, 1, False), 1),
 }
 

@@ -15,6 +15,7 @@ struct BackwardShortPlan {
   int query_blocks, key_blocks;  // of one head
   int64_t owners_at;             // bytes of the workspace before them
   int64_t workspace_bytes;
+  int64_t thread_blocks;
 
   static BackwardShortPlan make(const HfFlash2ForwardParams& params) {
     const int64_t query_blocks = Workspace::query_blocks(params, Shape::kBlockM);
@@ -23,34 +24,46 @@ struct BackwardShortPlan {
     check_count(std::max(query_blocks * params.heads_q, key_blocks * params.heads_k), "attention backward, sm90, short");
     const int64_t owners_at = ceil_div(Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns), 16) * 16;
     const int64_t owners = packed ? query_blocks + key_blocks : 0;
-    return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)}};
+    return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)},
+            std::max(query_blocks, key_blocks) * params.heads_k};
   }
 };
 
 // Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
-// computed twice: by the longest, and the average, as far as shapes tell. Not where few thread blocks would have the query heads of whole groups
-// one after another.
-// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 130 78 50 27 % faster, 16 of 128 42 26 17 3. TUNING.md, "Small thread blocks".
+// computed twice: by the longest, and the average, as far as shapes tell. To greater lengths where so few thread blocks are there that all begin at
+// once. Not where few thread blocks would have the query heads of whole groups one after another.
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 130 78 50 27 % faster, 16 of 128 42 26 17 3; one sequence, causal, of 512, 1k,
+// 12 heads of 64 28 10, 8 of 128 29 23. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
   constexpr bool kNarrow = kHeadDim <= 64;
   constexpr int kTriangle = kNarrow ? 448 : 384, kTriangleGroups = kNarrow ? 320 : 240, kAllKeys = kNarrow ? 320 : 256,
                 kAllKeysGroups = 192;
-  constexpr int kLongestPacked = 1024, kLongestPadded = 256, kRounds = 4;
+  constexpr int kTriangleAtOnce = 1024, kAllKeysAtOnce = kNarrow ? 512 : 320, kPadded = 256, kLongest = 1024, kRounds = 4;
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
   const bool triangular = is_triangular(params), groups = params.heads_q > params.heads_k;
-  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
-  if (may_have_gaps(backward)) {  // nobody knows the average
-    if (longest > (triangular && kNarrow && !groups ? 2 * kLongestPadded : kLongestPadded)) return false;
-  } else {
-    const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
-    const bool packed = params.sequences_q.cu_seqlens != nullptr;
-    const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
-    if (longest > kLongestPacked || average * longest > limit * limit) return false;
-  }
-  return !groups || BackwardShortPlan<kHeadDim>::make(params).key_blocks * int64_t{params.heads_k} >=
-                        int64_t{kRounds} * multiprocessors(params.device);
+  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k), processors = multiprocessors(params.device);
+  if (longest > kLongest) return false;
+  const auto plan = BackwardShortPlan<kHeadDim>::make(params);
+  if (groups && plan.key_blocks * int64_t{params.heads_k} < kRounds * processors) return false;
+  const bool at_once = plan.thread_blocks <= BackwardShortShape<kHeadDim>::kBlocksPerSm * processors;
+  if (at_once && !groups && longest <= (triangular ? kTriangleAtOnce : kAllKeysAtOnce)) return true;
+  if (may_have_gaps(backward)) return longest <= (triangular && kNarrow && !groups ? 2 * kPadded : kPadded);  // nobody knows the average
+  const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
+  const bool packed = params.sequences_q.cu_seqlens != nullptr;
+  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
+  return average * longest <= limit * limit;
+}
+
+// Dynamic shared memory of a thread block: where there are fewer than the GPU could have at once, so much that multiprocessors, among which these
+// would be shared out unevenly, have no room for more than their part of them.
+// PERF: one sequence, causal, of 512, 1k, 12 heads of 64 11 14 % faster, 8 of 128 -1 20. TUNING.md, "Small thread blocks".
+constexpr int kMultiprocessorShared = 228 * 1024;
+template <typename Shape>
+int choose_shared_bytes(int64_t thread_blocks, int device) {
+  const int64_t part = ceil_div(thread_blocks, multiprocessors(device));
+  return part < Shape::kBlocksPerSm ? kMultiprocessorShared / static_cast<int>(part + 1) : BackwardShortShared<Shape>::kBytes;
 }
 
 // Heads of a thread block of the first kernel: as many as have 512 bytes of a token, where that leaves enough thread blocks.
@@ -95,9 +108,9 @@ void launch_backward_short(const HfFlash2BackwardParams& params) {
       params, arguments.owners_q, arguments.owners_k, arguments.blocks_q, Divisor::of(static_cast<int>(parts)), log2_heads};
   launch<short_preprocess_kernel<Shape::kBlockM, T>>(prepared, blocks_q * forward.batch * parts, kPreprocessThreads, 0, forward.device,
                                                      forward.stream, "attention backward, sm90, preprocess");
-  launch<backward_short_kernel<Shape, T>>(arguments, int64_t{std::max(plan.query_blocks, plan.key_blocks)} * forward.heads_k,
-                                          Shape::kThreads, BackwardShortShared<Shape>::kBytes, forward.device, forward.stream,
-                                          "attention backward, sm90, short", Start::kEarly);
+  launch<backward_short_kernel<Shape, T>>(arguments, plan.thread_blocks, Shape::kThreads,
+                                          choose_shared_bytes<Shape>(plan.thread_blocks, forward.device), forward.device, forward.stream,
+                                          "attention backward, sm90, short", Start::kEarly, kMultiprocessorShared / 2);
 }
 
 }  // namespace hf_flash2::sm90
