@@ -649,6 +649,29 @@ def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces)
     assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [taken]
 
 
+def test_small_thread_blocks_end_together(emulate, monkeypatch):
+    """The last two rounds of nine thread blocks each, here nine of 21 sequences, begin with the longest of these."""
+    lengths, ordered = (70, 3, 130, 0, 64, 200, 65) * 3, 9
+    case = Case("small", 64, (1, 1), lengths, form="packed", causal=True)
+    made, empty_like = [], emulated.poisoned_empty_like
+    monkeypatch.setattr(emulated, "poisoned_empty_like", lambda x: made.append(empty_like(x)) or made[-1])
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample), sample)
+    workspace = next(x for x in reversed(made) if x.dtype == torch.uint8)
+
+    starts = [sum(lengths[:batch]) for batch in range(len(lengths))]
+    expected = [(0, -1, 0, 0)] * count_blocks(case, lengths, max(lengths), 64)
+    in_order = sorted(range(len(lengths) - ordered, len(lengths)), key=lambda batch: lengths[batch] // -64)
+    number = starts[-ordered] // 64 + len(lengths) - ordered
+    for batch in (*range(len(lengths) - ordered), *in_order):
+        first = number if batch in in_order else starts[batch] // 64 + batch
+        blocks = -(lengths[batch] // -64)
+        expected[first : first + blocks] = [(batch, block, starts[batch], lengths[batch]) for block in range(blocks)]
+        number += blocks if batch in in_order else 0
+    tables = workspace[-2 * 16 * len(expected) :].view(torch.int32).view(2, -1, 4)
+    assert [[tuple(owner) for owner in table] for table in tables.tolist()] == [expected] * 2
+
+
 @pytest.mark.parametrize(("length", "taken"), ((1024, True), (1025, False)))
 def test_longest_sequence_of_small_thread_blocks(length, taken, emulate, backward_workspaces):
     """Where all of them begin at once: 16 or 17 of 48."""

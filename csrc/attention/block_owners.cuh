@@ -1,4 +1,5 @@
-// Whose each block of tokens is: for kernels with a thread block for each, numbered as first_block_of() does. Of packed sequences a table says.
+// Whose each block of tokens is: for kernels with a thread block for each, numbered as first_block_of() does. Of packed sequences a table says,
+// whose order is another.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -11,29 +12,47 @@ namespace hf_flash2 {
 struct SequenceBlock {
   int batch, block;
   Sequence sequence;
+  int first;  // number of the sequence's first block, first_block_of()
 
   __device__ __forceinline__ bool is_there(int size) const { return block >= 0 && block * size < sequence.length; }
 };
 
+template <int kSize>
 struct BlockOwners {
-  int4* of;    // [blocks]: sequence, number of the block there, start and length of the sequence; null unless packed
-  int blocks;  // as Workspace::query_blocks() counts them, of keys likewise
-  int size;    // tokens of a block
+  int4* of;     // [blocks]: sequence, number of the block there, start and length of the sequence; null unless packed
+  int blocks;   // as Workspace::query_blocks() counts them, of keys likewise
+  int ordered;  // so many of the last sequences are put in order, the longest first, so that all thread blocks end together
 
-  // By all threads of a kernel. Each looks for the last sequence that begins with its number or before.
+  // By all warps of a kernel, each of some sequences.
   __device__ __forceinline__ void write(const HfFlash2Sequences& sequences, int batches, int max_seqlen) const {
     if (of == nullptr) return;
-    for (int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; at < blocks; at += int64_t{gridDim.x} * blockDim.x) {
-      const int number = static_cast<int>(at);
-      int batch = 0, end = batches;
-#pragma unroll 1
-      while (end - batch > 1) {
-        const int middle = (batch + end) / 2;
-        (number < first_block_of(sequences, middle, max_seqlen, size) ? end : batch) = middle;
-      }
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const auto blocks_of = [&](int batch) { return max(0, count_blocks_of(sequences, batches, batch, max_seqlen, kSize)); };
+    for (int64_t at = int64_t{blockIdx.x} * warps + threadIdx.x / 32; at < batches; at += int64_t{gridDim.x} * warps) {
+      const int batch = static_cast<int>(at);
+      const bool in_order = batch >= batches - ordered;
+      const int begin = in_order ? batches - ordered : batch, end = in_order ? batches : batch + 1;
       const Sequence sequence = find_sequence(sequences, batches, batch, max_seqlen);
-      const int block = number - static_cast<int>(first_block_of(sequences, batch, max_seqlen, size));
-      of[number] = make_int4(batch, block, sequence.start, sequence.length);
+      const int count = blocks_of(batch);
+      int before = 0, all = 0;
+      for (int other = begin + lane; other < end; other += 32) {
+        const int others = blocks_of(other);
+        all += others;
+        if (others > count || (others == count && other < batch)) before += others;
+      }
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        before += __shfl_xor_sync(0xffffffffu, before, offset);
+        all += __shfl_xor_sync(0xffffffffu, all, offset);
+      }
+      // From here to where those after them begin, so that every number has an owner or none, whatever cu_seqlens says.
+      const int first = begin == 0 ? 0 : static_cast<int>(first_block_of(sequences, begin, max_seqlen, kSize));
+      for (int number = first + before + lane; number < min(blocks, first + before + count); number += 32) {
+        if (number >= 0) of[number] = make_int4(batch, number - first - before, sequence.start, sequence.length);
+      }
+      if (batch != begin) continue;
+      const int behind = end == batches ? blocks : min(blocks, static_cast<int>(first_block_of(sequences, end, max_seqlen, kSize)));
+      for (int number = max(0, first + all) + lane; number < behind; number += 32) of[number] = make_int4(0, -1, 0, 0);
     }
   }
 
@@ -41,13 +60,13 @@ struct BlockOwners {
   template <typename Divisor>
   __device__ __forceinline__ SequenceBlock find(const HfFlash2Sequences& sequences, int batches, int max_seqlen,
                                                 const Divisor& blocks_of_longest, int number) const {
-    if (number >= blocks) return {0, -1, {0, 0}};
+    if (number >= blocks) return {0, -1, {0, 0}, 0};
     if (of != nullptr) {
       const int4 x = of[number];
-      return {x.x, x.y, {x.z, x.w}};
+      return {x.x, x.y, {x.z, x.w}, x.z / kSize + x.x};
     }
-    const int batch = blocks_of_longest.quotient(number);
-    return {batch, blocks_of_longest.remainder(number), find_sequence(sequences, batches, batch, max_seqlen)};
+    const int batch = blocks_of_longest.quotient(number), block = blocks_of_longest.remainder(number);
+    return {batch, block, find_sequence(sequences, batches, batch, max_seqlen), number - block};
   }
 };
 

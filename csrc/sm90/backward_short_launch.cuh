@@ -1,5 +1,8 @@
 // Launch of the Hopper backward of short sequences (backward_short.cuh): when, preprocess and kernel.
 #pragma once
+#include <algorithm>
+#include <cmath>
+
 #include "launch.h"
 #include "sm90/backward_short.cuh"
 #include "sm90/backward_short_preprocess.cuh"
@@ -66,6 +69,17 @@ int choose_shared_bytes(int64_t thread_blocks, int device) {
   return part < Shape::kBlocksPerSm ? kMultiprocessorShared / static_cast<int>(part + 1) : BackwardShortShared<Shape>::kBytes;
 }
 
+// How many of the last sequences BlockOwners puts in order: those of the last rounds of thread blocks.
+// PERF: packed, causal, to 128, 256, 512, 1k tokens, 12 heads of 64 -1 0 6 6 % faster, 32/8 3 7 8 12, 16 of 128 -1 2 3 1. All: mostly slower.
+// TUNING.md, "Small thread blocks".
+template <int kHeadDim>
+int count_ordered(const BackwardShortPlan<kHeadDim>& plan, const HfFlash2ForwardParams& params) {
+  constexpr int kRounds = 2, kMost = 512;
+  const double at_once = double{BackwardShortShape<kHeadDim>::kBlocksPerSm} * multiprocessors(params.device);
+  const double of_sequence = static_cast<double>(plan.thread_blocks) / params.batch;
+  return static_cast<int>(std::min(std::ceil(kRounds * at_once / of_sequence), std::min<double>(params.batch, kMost)));
+}
+
 // Heads of a thread block of the first kernel: as many as have 512 bytes of a token, where that leaves enough thread blocks.
 // PERF: packed, causal, to 64, 128, 256, 512 tokens, d 64 7 6 5 4 % faster than one head each, d 128 2 1 0. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
@@ -96,8 +110,9 @@ void launch_backward_short(const HfFlash2BackwardParams& params) {
   arguments.dv = map(params.dv, forward.head_dim_v, Rows::of_keys(forward), forward.heads_k, Shape::kBlockN);
   arguments.tile_rows = Workspace(params, Shape::kBlockM, Shape::kDqColumns).delta;
   arguments.params = params;
-  arguments.owners_q = {packed ? owners : nullptr, plan.query_blocks, Shape::kBlockM};
-  arguments.owners_k = {packed ? owners + plan.query_blocks : nullptr, plan.key_blocks, Shape::kBlockN};
+  const int ordered = count_ordered(plan, forward);
+  arguments.owners_q = {packed ? owners : nullptr, plan.query_blocks, ordered};
+  arguments.owners_k = {packed ? owners + plan.query_blocks : nullptr, plan.key_blocks, ordered};
   arguments.blocks_q = Divisor::of(static_cast<int>(blocks_q));
   arguments.blocks_k = Divisor::of(static_cast<int>(std::max<int64_t>(1, blocks_k)));
   arguments.heads_k = Divisor::of(forward.heads_k), arguments.group = Divisor::of(forward.heads_q / forward.heads_k);

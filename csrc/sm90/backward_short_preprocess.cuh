@@ -10,7 +10,7 @@ namespace hf_flash2::sm90 {
 
 struct ShortPreprocessArguments {
   HfFlash2BackwardParams params;
-  BlockOwners owners_q, owners_k;
+  BlockOwners<64> owners_q, owners_k;
   Divisor blocks;      // of the longest sequence
   Divisor head_parts;  // of a query block
   int log2_heads;      // of a part; the last one may have fewer
