@@ -34,8 +34,9 @@ struct BackwardShortPlan {
 
 // Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
 // computed twice: by the longest, and the average, as far as shapes tell. To greater lengths where so few thread blocks are there that all begin at
-// once. Not where few thread blocks would have the query heads of whole groups one after another.
-// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 130 78 50 27 % faster, 16 of 128 42 26 17 3; one sequence, causal, of 512, 1k,
+// once, and none has most of the work, as with few queries of many keys. Not where few thread blocks would have the query heads of whole groups one
+// after another.
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 125 73 50 34 % faster, 16 of 128 40 25 17 6; one sequence, causal, of 512, 1k,
 // 12 heads of 64 28 10, 8 of 128 29 23. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
@@ -46,11 +47,12 @@ bool takes_short(const HfFlash2BackwardParams& backward) {
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
   const bool triangular = is_triangular(params), groups = params.heads_q > params.heads_k;
-  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k), processors = multiprocessors(params.device);
+  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k), shortest = std::min(params.max_seqlen_q, params.max_seqlen_k);
+  const int64_t processors = multiprocessors(params.device);
   if (longest > kLongest) return false;
   const auto plan = BackwardShortPlan<kHeadDim>::make(params);
   if (groups && plan.key_blocks * int64_t{params.heads_k} < kRounds * processors) return false;
-  const bool at_once = plan.thread_blocks <= BackwardShortShape<kHeadDim>::kBlocksPerSm * processors;
+  const bool at_once = plan.thread_blocks <= BackwardShortShape<kHeadDim>::kBlocksPerSm * processors && longest <= 2 * shortest;
   if (at_once && !groups && longest <= (triangular ? kTriangleAtOnce : kAllKeysAtOnce)) return true;
   if (may_have_gaps(backward)) return longest <= (triangular && kNarrow && !groups ? 2 * kPadded : kPadded);  // nobody knows the average
   const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
