@@ -1,7 +1,7 @@
 """`hf-flash2 bench attention | train`: the benchmarks, a module each.
 
 attention   our kernels, family by family, against torch's own, over several kinds of shapes
-train       one optimisation step of a Llama-shaped model, by attention implementation
+train       one optimisation step of a Llama- or Gemma-4-shaped model, by attention implementation
 """
 
 import argparse

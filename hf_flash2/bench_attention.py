@@ -107,7 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", nargs="+", type=positive, metavar="D", help="default: those of the shapes; mla has its own")
     parser.add_argument("--seqlen", nargs="+", type=positive, metavar="S", help="default: those of the shapes")
     parser.add_argument(
-        "--causal", choices=["yes", "no", "both"], help="default: both for papers and mla, else yes; window and decode are always causal"
+        "--causal",
+        choices=["yes", "no", "both"],
+        help="default: both for papers, wide and mla, else yes; window and decode are always causal",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument(

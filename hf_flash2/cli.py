@@ -14,7 +14,7 @@ COMMANDS = {
     "info": "versions, GPUs, the CUDA library, and which backend runs for which case",
     "build": "compile the CUDA library of this package",
     "parity": "compare hf_flash2 with eager attention and say whether the difference is normal",
-    "bench": "time hf_flash2 against eager and SDPA",
+    "bench": "time attention kernels, or a training step, against torch's",
     "run": "another program, with hf_flash2 imported first",
 }
 NEED_TORCH = ("parity", "bench", "run")

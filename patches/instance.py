@@ -44,7 +44,8 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
         packed: run the whole decoder, not attention alone, on the real tokens of padded batches: [B, S] inputs with their attention_mask
             come in, are packed once into [1, T], and hidden states and logits come out [B, S] again, zero in the padding. For training, and
             for evaluation with use_cache=False; calls with a cache run padded. Positions are those of the padded batch. In training with
-            labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label.
+            labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label, where
+            the head is plain; `report.loss` says whether.
             Equal to the padded run with two exceptions, both about labels at padding: a token is not predicted from padding before it (the
             first label of a left-padded row, unless it is -100), and labels that padding itself would have to predict do not count. As
             without packed, what a head makes of padding itself is implementation-defined: heads that choose among all positions of a row

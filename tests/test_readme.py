@@ -77,6 +77,19 @@ def test_how_far_ahead_of_flash_attention_2():
     assert f"and {min(times):.1f} to {max(times):.1f} times torch's FlashAttention-2." in FIGURES
 
 
+def test_grouped_heads_and_ragged_batches_against_rivals():
+    rows, _ = read_csv(DOCS / "attention_shapes.csv", bench_attention.Row)
+    backward, _ = read_csv(DOCS / "attention_groups.csv", bench_attention.Row)
+    ranges = []
+    for mode, of in (("fwd", rows), ("bwd", backward)):
+        ours = [row for row in of if (row.provider, row.shapes, row.mode) == ("hf_flash2 sm90", "gqa", mode)]
+        percent = [row.percent_of_best_rival for row in ours if row.heads > row.heads_k]
+        ranges.append(f"{min(percent):.0f} to {max(percent):.0f} %")
+    assert f"64/8 and 32/8, d 128, batch 2: {ranges[0]} forward, {ranges[1]} backward" in FIGURES
+    masked = [row.tflops for row in rows if row.shapes == "ragged" and row.provider.startswith("sdpa") and row.provider.endswith("mask")]
+    assert f"SDPA with a padding mask reaches {min(masked):.0f} to {max(masked):.0f} TFLOP/s." in FIGURES
+
+
 def test_what_deterministic_mode_keeps():
     tflops = backward_tflops()
     kept: dict[bool, list[float]] = {False: [], True: []}
