@@ -63,10 +63,16 @@ struct BlockOwners {
     if (number >= blocks) return {0, -1, {0, 0}, 0};
     if (of != nullptr) {
       const int4 x = of[number];
-      return {x.x, x.y, {x.z, x.w}, x.z / kSize + x.x};
+      return {x.x, x.y, {x.z, x.w}, first_block(x.x, x.z, blocks_of_longest)};
     }
     const int batch = blocks_of_longest.quotient(number), block = blocks_of_longest.remainder(number);
     return {batch, block, find_sequence(sequences, batches, batch, max_seqlen), number - block};
+  }
+
+  // first_block_of() a sequence, found without looking into cu_seqlens. start: of the sequence.
+  template <typename Divisor>
+  __device__ __forceinline__ int first_block(int batch, int start, const Divisor& blocks_of_longest) const {
+    return of != nullptr ? start / kSize + batch : batch * static_cast<int>(blocks_of_longest.divisor);
   }
 };
 

@@ -392,9 +392,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     const int begin = mask.key_block_begin(query_block * 64, 64), end = mask.key_block_end(query_block * 64 + 64, 64);
     if (!kept) {
       __syncthreads();
-      make_task(of_q.batch, of_q.sequence, k,
-                arguments.owners_q.of != nullptr ? of_q.sequence.start / 64 + of_q.batch
-                                                 : of_q.batch * static_cast<int>(arguments.blocks_q.divisor));
+      make_task(of_q.batch, of_q.sequence, k, arguments.owners_q.first_block(of_q.batch, of_q.sequence.start, arguments.blocks_q));
     }
     // Where dS is kept, of the last query head, that is first.
     const bool lone = kept && end - begin == 1;

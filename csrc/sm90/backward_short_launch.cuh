@@ -1,7 +1,6 @@
 // Launch of the Hopper backward of short sequences (backward_short.cuh): when, preprocess and kernel.
 #pragma once
 #include <algorithm>
-#include <cmath>
 
 #include "launch.h"
 #include "sm90/backward_short.cuh"
@@ -18,7 +17,7 @@ struct BackwardShortPlan {
   int query_blocks, key_blocks;  // of one head
   int64_t owners_at;             // bytes of the workspace before them
   int64_t workspace_bytes;
-  int64_t thread_blocks;
+  int64_t thread_blocks, at_once;  // at_once: how many the GPU has at a time
 
   static BackwardShortPlan make(const HfFlash2ForwardParams& params) {
     const int64_t query_blocks = Workspace::query_blocks(params, Shape::kBlockM);
@@ -27,8 +26,12 @@ struct BackwardShortPlan {
     check_count(std::max(query_blocks * params.heads_q, key_blocks * params.heads_k), "attention backward, sm90, short");
     const int64_t owners_at = ceil_div(Workspace::bytes(params, Shape::kBlockM, Shape::kDqColumns), 16) * 16;
     const int64_t owners = packed ? query_blocks + key_blocks : 0;
-    return {static_cast<int>(query_blocks), static_cast<int>(key_blocks), owners_at, owners_at + owners * int64_t{sizeof(int4)},
-            std::max(query_blocks, key_blocks) * params.heads_k};
+    return {static_cast<int>(query_blocks),
+            static_cast<int>(key_blocks),
+            owners_at,
+            owners_at + owners * int64_t{sizeof(int4)},
+            std::max(query_blocks, key_blocks) * params.heads_k,
+            int64_t{Shape::kBlocksPerSm} * multiprocessors(params.device)};
   }
 };
 
@@ -48,11 +51,10 @@ bool takes_short(const HfFlash2BackwardParams& backward) {
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
   const bool triangular = is_triangular(params), groups = params.heads_q > params.heads_k;
   const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k), shortest = std::min(params.max_seqlen_q, params.max_seqlen_k);
-  const int64_t processors = multiprocessors(params.device);
   if (longest > kLongest) return false;
   const auto plan = BackwardShortPlan<kHeadDim>::make(params);
-  if (groups && plan.key_blocks * int64_t{params.heads_k} < kRounds * processors) return false;
-  const bool at_once = plan.thread_blocks <= BackwardShortShape<kHeadDim>::kBlocksPerSm * processors && longest <= 2 * shortest;
+  if (groups && plan.key_blocks * int64_t{params.heads_k} < int64_t{kRounds} * multiprocessors(params.device)) return false;
+  const bool at_once = plan.thread_blocks <= plan.at_once && longest <= 2 * shortest;
   if (at_once && !groups && longest <= (triangular ? kTriangleAtOnce : kAllKeysAtOnce)) return true;
   if (may_have_gaps(backward)) return longest <= (triangular && kNarrow && !groups ? 2 * kPadded : kPadded);  // nobody knows the average
   const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
@@ -77,9 +79,8 @@ int choose_shared_bytes(int64_t thread_blocks, int device) {
 template <int kHeadDim>
 int count_ordered(const BackwardShortPlan<kHeadDim>& plan, const HfFlash2ForwardParams& params) {
   constexpr int kRounds = 2, kMost = 512;
-  const double at_once = double{BackwardShortShape<kHeadDim>::kBlocksPerSm} * multiprocessors(params.device);
-  const double of_sequence = static_cast<double>(plan.thread_blocks) / params.batch;
-  return static_cast<int>(std::min(std::ceil(kRounds * at_once / of_sequence), std::min<double>(params.batch, kMost)));
+  return static_cast<int>(
+      std::min<int64_t>(ceil_div(kRounds * plan.at_once * params.batch, plan.thread_blocks), std::min(params.batch, kMost)));
 }
 
 // Heads of a thread block of the first kernel: as many as have 512 bytes of a token, where that leaves enough thread blocks.

@@ -77,10 +77,10 @@ inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int 
 }
 
 // Tiles of `tile_rows` tokens of one head that end with their sequence: what lies behind it, another sequence or padding, arrives as zeros, as
-// NaN and infinities there would survive a multiplication with probability 0; a store leaves it as it is. Two dimensions step from token to token. The rows of one are
-// limited and counted from the end: row rows.tokens - n is n tokens before the end of the sequence. The other says where that end is. So
-// the tensor begins rows.tokens before its data, where nothing is read, unless a box is all outside: that is an illegal access, and none may be.
-// Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
+// NaN and infinities there would survive a multiplication with probability 0; a store leaves it as it is. Two dimensions step from token to token.
+// The rows of one are limited and counted from the end: row rows.tokens - n is n tokens before the end of the sequence. The other says where that
+// end is. So the tensor begins rows.tokens before its data, where nothing is read, unless a box is all outside: that is an illegal access, and none
+// may be. Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
 // of batches padded to 512, 2k, 4k, filled to 30 %, d 64 9 3 3 %, d 128 4 1 1. TUNING.md, "Rows behind a sequence".
 inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows) {
   constexpr int kSmallestStride = 8;  // of one token, which need have none
