@@ -30,6 +30,7 @@ from .masks import (
     holds_documents,
     is_certainly_ours,
     leaves_window_to_mask,
+    set_by_hand,
     window_of,
 )
 from .notices import is_strict, notice, record, record_backend
@@ -83,7 +84,8 @@ def hf_flash2_attention(
         query: [B, H, Sq, D]; key, value: [B, Hk, Sk, D], any strides.
         attention_mask: what `hf_flash2_mask` returned, or a mask that the model hands on as it came.
         sliding_window: number of tokens a query sees, itself included; None = all.
-        is_causal: wins over `module.is_causal`; a mask of ours wins over both.
+        is_causal: wins over `module.is_causal`; a mask of ours wins over both, but not over a module.is_causal that somebody has set to
+            the other of what its class makes it.
         cache: the paged cache of continuous batching; before Transformers 5.24, whose layers update it themselves.
         s_aux, softcap: attention sinks [H], as GPT-OSS has them, and a cap of the scores, as Gemma 2: `flash_attn_func`.
         kwargs: as in `attend`.
@@ -104,7 +106,8 @@ def hf_flash2_attention(
         attention_mask = None  # made from the queries' position_ids alone; the lengths that come with the cache say all
     if scaling is None and hasattr(module, "scale_attn_weights"):
         # GPT-2 before Transformers 5 leaves the scale to eager attention and says is_causal=False for every padded batch.
-        is_causal, scaling = not module.is_cross_attention, gpt2_scaling(module)
+        is_causal = not module.is_cross_attention and getattr(module, "is_causal", True)
+        scaling = gpt2_scaling(module)
     if type(module).__name__ in _WITHOUT_WINDOW:
         sliding_window = None
     out = attend(
@@ -142,7 +145,7 @@ def attend(
         module: the attention layer, for messages, its config and the call record.
         q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], any strides.
         attention_mask, sliding_window, s_aux, softcap: as in `hf_flash2_attention`.
-        causal: aligned to the last real key of each sequence. A mask of ours that knows better wins.
+        causal: aligned to the last real key of each sequence. A mask of ours that knows better wins, and `set_by_hand` over that.
         kwargs: what else Transformers passed. Documents are honoured (cu_seq_lens_q/k with max_length_q/k, or position_ids that restart),
             and pages (block_table with k_cache, v_cache, cu_seq_lens_k), what changes the result and has no kernel is refused, the rest is
             ignored.
@@ -170,7 +173,8 @@ def attend(
         known = Sequences.read(attention_mask, q.shape[1], k.shape[1])
         attach(attention_mask, known)
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
-        causal = known.causal
+        by_hand = set_by_hand(module)
+        causal = known.causal if by_hand is None else by_hand
         attention_mask = None if known.whole else attention_mask
     options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
     options |= {"deterministic": bool(kwargs.get("deterministic")), "causal": causal, "window_size": window_of(causal, sliding_window)}

@@ -455,12 +455,40 @@ def _layers_agree(config_class: type, causal: bool) -> bool:
 def _told_by_layers(source: str) -> tuple[bool, ...]:
     """The one thing that the layers of a modeling module say of causality, True where they say nothing; nothing where they say now this,
     now that, or there is no source."""
-    said = {value.strip() for value in re.findall(r"\bis_causal\b(?:[\"']\]|: [\w |\[\].]+)? ?=\s*([^\n,)#]+)", source)}
+    said = _said_of_causality(source)
     if not source:
         return ()
     if said <= {"True"}:
         return (True,)
     return (False,) if said == {"False"} and "self.is_causal = False" in source else ()
+
+
+def _said_of_causality(source: str) -> set[str]:
+    return {value.strip() for value in re.findall(r"\bis_causal\b(?:[\"']\]|: [\w |\[\].]+)? ?=\s*([^\n,)#]+)", source)}
+
+
+def set_by_hand(module: torch.nn.Module) -> bool | None:
+    """`module.is_causal` where it is not what the layer's class makes it, as a program sets it that turns a decoder into an encoder; None
+    where it is, or nobody knows."""
+    says = getattr(module, "is_causal", None)
+    if not isinstance(says, bool) or getattr(module, "is_cross_attention", False):
+        return None
+    told = _told_by_class(type(module))
+    return None if told is None or says == told else says
+
+
+@torch.compiler.assume_constant_result
+def _told_by_class(layer_class: type) -> bool | None:
+    """What the first class of Transformers in a layer's line makes of `is_causal` of all its self-attention, None where it depends."""
+    return _made_of_self_attention(layer_class)
+
+
+@functools.cache  # PERF: every layer asks
+def _made_of_self_attention(layer_class: type) -> bool | None:
+    said = _said_of_causality(next((_source(c) for c in layer_class.__mro__ if c.__module__.startswith("transformers.")), ""))
+    if said == {"False"}:
+        return False
+    return True if said and said <= {"True", "not is_cross_attention"} else None
 
 
 @torch.compiler.assume_constant_result
@@ -508,8 +536,8 @@ def source_of(module_name: str) -> str:
 
 
 @functools.cache  # not of what is not loaded yet
-def _source(module: ModuleType) -> str:
+def _source(module_or_class: ModuleType | type) -> str:
     try:
-        return inspect.getsource(module)
+        return inspect.getsource(module_or_class)
     except (OSError, TypeError):
         return ""

@@ -39,7 +39,8 @@ def attention(
             k, v = update_cache(module, cache, k, v, cache_position, kwargs)
     out = attend(
         module, q, k, v, None if is_paged(cache) else attention_mask,
-        causal=encoder_hidden_states is None if is_causal is None else is_causal, scaling=gpt2_scaling(module),
+        causal=encoder_hidden_states is None and getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        scaling=gpt2_scaling(module),
         dropout=module.attn_dropout.p if module.training else 0.0, **kwargs,
     )  # fmt: skip
     return module.resid_dropout(module.c_proj(out.flatten(-2))), None

@@ -234,6 +234,26 @@ def test_a_decoder_made_bidirectional_sees_the_future(device):
     tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="its configs do not say this")
+@pytest.mark.parametrize("route", ("flag", "patched", "packed"))
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_layers_made_bidirectional_by_hand_see_the_future(family, route, device):
+    """With and without a mask, which their model makes a causal one."""
+    models = tiny.twins(family, device, DTYPES[0], is_causal=False)
+    ours, eager = tiny.model(family, "hf_flash2" if route == "flag" else "eager", device, DTYPES[0]), models[1]
+    if route != "flag":
+        hf_flash2.patch(ours, packed=route == "packed")
+    layers = [module for module in ours.modules() if hasattr(module, "is_causal")]
+    for layer in layers:
+        layer.is_causal = False
+    assert len(layers) == ours.config.num_hidden_layers
+    ids = tiny.tokens(device)
+    for mask in (None, torch.ones_like(ids), *(tiny.attention_mask(padding, device) for padding in ("right", "left"))):
+        inputs, kept = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, tiny.real(mask, ids)
+        truth = logits(tiny.eager_in_float32(eager), **inputs)[kept]
+        tiny.assert_as_exact_as_eager(logits(ours, **inputs)[kept], logits(eager, **inputs)[kept], truth)
+
+
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3", "gpt_oss", "gemma2"])
 def test_gradients_of_every_parameter(family, padding, device):
