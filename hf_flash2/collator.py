@@ -96,7 +96,7 @@ class PackingCollator:
     truncate: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_length is None and self.truncate:
+        if _boolean(self.truncate, "truncate") and self.max_length is None:
             raise ValueError("truncate=True needs a max_length to cut to, got max_length=None")
         if self.max_length is not None and _integer(self.max_length, "max_length") < 1:
             raise ValueError(f"max_length must be at least 1, or None for one row of any length, got {self.max_length}")
@@ -210,6 +210,7 @@ class PackingBatchSampler(Sampler[list[int]]):
                 raise ValueError(f"example {index} of the dataset has {length} tokens, expected 1 to max_tokens={max_tokens}; {remedy}")
         if window < 1:
             raise ValueError(f"window must be at least 1 example, got {window}")
+        shuffle, drop_last = _boolean(shuffle, "shuffle"), _boolean(drop_last, "drop_last")
         self.max_tokens, self.shuffle, self.seed, self.window, self.drop_last = max_tokens, shuffle, seed, window, drop_last
         # One process's view of all examples, with an epoch. NOTE: accelerate sets the epoch of `batch_sampler.sampler` and of nothing else.
         self.sampler = DistributedSampler(self.lengths, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
@@ -259,6 +260,13 @@ def _integer(value: Any, name: str) -> int:
     except TypeError:
         pass
     raise ValueError(f"{name} must be an integer, got {value!r}")
+
+
+def _boolean(value: Any, name: str) -> bool:
+    """Not whatever is true: a config file may say "no"."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def _integers(values: Any, name: str) -> torch.Tensor:

@@ -232,6 +232,8 @@ def test_settings_that_cannot_be():
         PackingCollator(0)
     with pytest.raises(ValueError, match="truncate=True needs a max_length"):
         PackingCollator(truncate=True)
+    with pytest.raises(ValueError, match="truncate must be True or False, got 'no'"):
+        PackingCollator(4, truncate="no")
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- first-fit
@@ -423,6 +425,9 @@ def test_sampler_refuses():
         PackingBatchSampler([3], -1)
     with pytest.raises(ValueError, match="window must be at least 1 example, got 0"):
         PackingBatchSampler([3], 8, window=0)
+    for name in ("shuffle", "drop_last"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+            PackingBatchSampler([3], 8, **{name: "no"})
 
 
 def test_loader_makes_one_row_of_a_static_shape():
