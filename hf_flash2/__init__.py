@@ -75,5 +75,10 @@ def __getattr__(name: str):
     if torch_problem is not None and name in __all__:
         raise ImportError(f"hf_flash2.{name} needs torch: {torch_problem}")
     if name in ("patch", "patched", "unpatch", "verify"):  # hf_flash2.patches imports Transformers' models: loaded when asked for
-        return getattr(importlib.import_module(".patches", __name__), name)
+        try:
+            return getattr(importlib.import_module(".patches", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ImportError(f"hf_flash2.{name} needs Transformers: pip install transformers") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

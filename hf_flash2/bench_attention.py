@@ -168,6 +168,9 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
         points_of = {name: list(SHAPES[name].points(args)) for name in args.shapes}
         for name, points in points_of.items() if args.plot else ():
             x_axis(SHAPES[name], points)
+        for name in (name for name, points in points_of.items() if not points):
+            asked = "these options" if args.seqlen is None else f"--seqlen {' '.join(map(str, args.seqlen))}"
+            raise ValueError(f"--shapes {name} has nothing to measure with {asked}")
     except ValueError as error:  # a --fill that no lengths have; a --plot without curves
         print(f"hf-flash2 bench attention: {error}", file=sys.stderr)
         return 2
@@ -186,6 +189,9 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
                 print(format_line(point, measured[point], columns), flush=True)
             if args.csv:
                 write_csv(args.csv, Row, rows, environment)
+    if not rows:
+        print("hf-flash2 bench attention: nothing could be measured, the reasons are above", file=sys.stderr)
+        return 1
     if args.csv:
         print(f"wrote {args.csv}")
     if args.plot:

@@ -176,6 +176,9 @@ def draw_again(args: argparse.Namespace, row_type: type, plot: Callable[[Path, l
     try:
         if args.plot is None:
             raise ValueError("--plot PATH has to say where the figure goes")
+        for option in ("csv", "profile"):
+            if getattr(args, option, None) is not None:
+                raise ValueError(f"nothing is measured, so there is nothing to write to --{option} {getattr(args, option)}")
         rows, environment = read_csv(args.from_csv, row_type)
         reason = reason_no_figure() or reason_not_writable(args.plot)
         if reason is not None:

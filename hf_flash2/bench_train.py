@@ -165,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
     print(as_title(environment))
     if device.type == "cpu":
         print("a CPU runs the reference backend, which is made to be exact: these figures say nothing about a GPU")
+        if args.profile:
+            print("--profile is of a GPU's kernels: here there are none, and all of a step counts as idle")
     rows: list[Row] = []
     profiles: list[bench_profile.Breakdown] = []
     for name in args.preset:

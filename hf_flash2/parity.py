@@ -30,7 +30,7 @@ VOCABULARY, LAYERS, BATCH = 128, 2, 4
 INITIALIZER_RANGE = 0.2
 SLIDING_WINDOW = 17
 # Of few tokens eager's own error is no measure: a token that sees itself alone gives q and k no gradient, and eager is exact there by luck.
-MIN_SEQLEN = 16
+MIN_SEQLEN = 32
 
 _SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
 CONFIGS = {  # for sequences of `seqlen` tokens

@@ -745,10 +745,29 @@ def test_the_version_of_cudnn_is_written_as_its_makers_do(monkeypatch):
         assert bench_shared.describe_environment(torch.device("cpu"))["cudnn"] == text
 
 
+def test_what_has_no_points_or_no_times_is_no_success(tmp_path, capsys):
+    path = tmp_path / "b.csv"
+    assert bench.benchmark(parse("--shapes", "small", "--seqlen", "8192", "--csv", str(path)), [], torch.device("cpu"), None) == 2
+    assert "--shapes small has nothing to measure with --seqlen 8192" in capsys.readouterr().err
+    nobody = [bench_providers.Provider("ours", lambda problem: None, (), "sm90")]
+    asked = parse("--seqlen", "512", "--mode", "fwd", "--csv", str(path))
+    assert bench.benchmark(asked, nobody, torch.device("cpu"), None) == 1
+    said = capsys.readouterr()
+    assert "nothing could be measured" in said.err and "wrote" not in said.out
+
+
 def test_a_figure_has_to_go_somewhere(tmp_path, capsys):
     write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
     assert cli.main(["bench", "attention", "--from-csv", str(tmp_path / "b.csv")]) == 2
     assert "--plot PATH" in capsys.readouterr().err
+
+
+def test_nothing_is_written_but_the_figure_of_what_was_measured_before(tmp_path, capsys):
+    write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
+    figure = ["--from-csv", str(tmp_path / "b.csv"), "--plot", str(tmp_path / "b.png")]
+    for command in (["attention", "--csv"], ["train", "--csv"], ["train", "--profile"]):
+        assert cli.main(["bench", *command, str(tmp_path / "other.json"), *figure]) == 2
+        assert f"nothing to write to {command[-1]} {tmp_path / 'other.json'}" in capsys.readouterr().err
 
 
 def test_decode_is_shown_in_gigabytes_per_second():

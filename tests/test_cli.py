@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -45,7 +46,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        *((["parity", "--seqlen", n], f"--seqlen: must be a number from 16 on, got '{n}'") for n in ("15", "1", "0", "-3", "x")),
+        *((["parity", "--seqlen", n], f"--seqlen: must be a number from 32 on, got '{n}'") for n in ("31", "1", "0", "-3", "x")),
         (["parity", "--device", "foo"], "--device: must be cpu, cuda or cuda:N, got 'foo'"),
         (["parity", "--device", "meta"], "--device: must be cpu, cuda or cuda:N, got 'meta'"),
         (["bench", "train", "--turns", "0"], "--turns: must be a number from 1 on, got '0'"),
@@ -84,7 +85,7 @@ def test_every_command_of_the_readme_is_right_usage(monkeypatch):
     for name in cli.COMMANDS:
         monkeypatch.setattr(cli.import_module(f"hf_flash2.{name}"), "run", lambda args: 7)
     assert len(quoted) > 10
-    assert {argv: cli.main(argv.split()) for argv in quoted} == dict.fromkeys(quoted, 7)
+    assert {argv: cli.main(shlex.split(argv)) for argv in quoted} == dict.fromkeys(quoted, 7)
 
 
 def test_help_lists_every_command_without_importing_it(capsys, monkeypatch):
@@ -299,6 +300,18 @@ def test_public_names_without_torch_say_why(without_torch):
         error = run("-c", statement).stderr.split("\nImportError: ")[-1]
         assert error.startswith("hf_flash2.") and "needs torch: torch cannot be imported" in error and message in error
     assert run("-c", "import hf_flash2; assert not hasattr(hf_flash2, 'no_such_name')").returncode == 0
+
+
+@pytest.mark.parametrize(("missing", "error"), (("transformers", ImportError), ("yaml", ModuleNotFoundError)))
+def test_patch_without_transformers_says_what_it_needs(missing, error, monkeypatch):
+    def not_there(name, package):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(hf_flash2.importlib, "import_module", not_there)
+    with pytest.raises(error) as raised:
+        hf_flash2.patch  # noqa: B018
+    needs = "hf_flash2.patch needs Transformers: pip install transformers"
+    assert type(raised.value) is error and (str(raised.value) == needs) == (missing == "transformers")
 
 
 def test_library_and_driver_are_reported_without_torch(monkeypatch, capsys, gpu_machine):

@@ -29,7 +29,7 @@ def test_every_model_and_padding(model, padding, device, record_errors):
 
 
 def test_a_seed_repeats_the_answer_and_leaves_nothing_behind(device):
-    first, second = (parity.measure("gpt2", torch.bfloat16, "left", str(device), seqlen=16, seed=3) for _ in range(2))
+    first, second = (parity.measure("gpt2", torch.bfloat16, "left", str(device), seqlen=32, seed=3) for _ in range(2))
     assert first.logits.eager_max == second.logits.eager_max and torch.get_default_dtype() == torch.float32
 
 
@@ -41,7 +41,7 @@ def test_both_are_held_against_the_same_model_in_float64(device, monkeypatch):
         return results(model, *args)
 
     monkeypatch.setattr(parity, "logits_and_gradients", recorded)
-    parity.measure("llama", torch.bfloat16, "none", str(device), seqlen=16)
+    parity.measure("llama", torch.bfloat16, "none", str(device), seqlen=32)
     assert runs == [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.bfloat16, "hf_flash2")]
 
 
@@ -160,7 +160,7 @@ def test_attention_that_did_not_run_is_noticed(device, monkeypatch):
 
 
 def test_command_line(capsys):
-    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "24", "--json") == 0
+    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "40", "--json") == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["verdict"] == "within eager's own rounding" and result["backend"] == "cpu-reference"
     assert result["ratio_logits"] == pytest.approx(result["logits"]["ours_max"] / result["logits"]["eager_max"])
@@ -170,14 +170,14 @@ def test_command_line(capsys):
 def test_the_seed_of_the_command_line_counts(capsys):
     found = []
     for seed in ("0", "3"):
-        run("--padding", "none", "--device", "cpu", "--seqlen", "16", "--seed", seed, "--json")
+        run("--padding", "none", "--device", "cpu", "--seqlen", "32", "--seed", seed, "--json")
         found += json.loads(capsys.readouterr().out)
     assert found[0]["logits"] != found[1]["logits"]
 
 
 def test_the_exit_code_is_1_for_a_difference_that_is_not_normal(capsys, monkeypatch):
     breaking(monkeypatch, "flash_attn_ranges_func", key_mask=lost, ranges_q=lost, ranges_k=lost)
-    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "24") == 1
+    assert run("--model", "gpt2", "--padding", "left", "--device", "cpu", "--seqlen", "40") == 1
     out = capsys.readouterr().out
     assert "gpt2, left: logits are" in out and "does not explain" in out
 
