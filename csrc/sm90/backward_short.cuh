@@ -29,8 +29,8 @@ struct BackwardShortShape : BackwardShortTile<kHeadDimension> {
 // queries; what the loader and stores need to know.
 template <typename Shape>
 struct BackwardShortShared {
-  static constexpr int kPairBytes = 2 * Shape::kTileBytes, kPairs = 3, kTiles = kPairs * kPairBytes, kTaskBytes = 56;
-  static constexpr int kBytes = kTiles + Shape::kPanelBytes + kPairs * (2 * Shape::kRowBytes + 8) + 8 + kTaskBytes;
+  static constexpr int kPairBytes = 2 * Shape::kTileBytes, kPairs = 3, kTiles = kPairs * kPairBytes, kTaskBytes = 48;
+  static constexpr int kBytes = kTiles + Shape::kPanelBytes + kPairs * (2 * Shape::kRowBytes + 8) + kTaskBytes;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t first(int pair) const { return base + pair * kPairBytes; }          // K or Q
@@ -39,15 +39,14 @@ struct BackwardShortShared {
   __device__ __forceinline__ uint32_t delta(int pair) const { return ds() + Shape::kPanelBytes + pair * (2 * Shape::kRowBytes); }
   __device__ __forceinline__ uint32_t lse_log2(int pair) const { return delta(pair) + Shape::kRowBytes; }
   __device__ __forceinline__ uint32_t task() const { return delta(kPairs); }
-  __device__ __forceinline__ uint32_t queries() const { return task() + 32; }      // the block of the second pass
-  __device__ __forceinline__ uint32_t first_block() const { return task() + 48; }  // number of the first one of its sequence
+  __device__ __forceinline__ uint32_t queries() const { return task() + 32; }  // the block of the second pass
   __device__ __forceinline__ uint32_t full(int pair) const { return task() + kTaskBytes + pair * 8; }
 };
 
 struct BackwardShortArguments {
   CUtensorMap q, k, v, dout;            // make_sequence_map()
   CUtensorMap zero_queries, zero_keys;  // make_tensor_map(), for boxes behind the last column
-  int map_rows_q, map_rows_k;           // Rows::tokens of the maps
+  int map_rows_q, map_rows_k;           // of a sequence, in the maps
   const float* tile_rows;               // of the Workspace: delta and lse * log2e of each tile
   HfFlash2BackwardParams params;
   BlockOwners<64> owners_q, owners_k;
@@ -301,18 +300,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   if (!of_k.is_there(64) && !found_q.is_there(64)) return;
   const float scale_log2 = forward.softmax_scale * kLog2e;
   const Workspace workspace(params, 64, Shape::kDqColumns);
-  // first_block: number of the first query block of the sequence, first_block_of().
-  const auto make_task = [&](int batch, const Sequence& q, const Sequence& k, int first_block) {
+  const auto make_task = [&](int batch, const Sequence& q, const Sequence& k) {
     if (threadIdx.x != 0) return;
     const int first_head = key_head * group, head_tiles = static_cast<int>(workspace.blocks);
+    const int first_block = arguments.owners_q.first_block(batch, q.start, arguments.blocks_q);
     ShortTask{q, k, batch, first_head, first_head * head_tiles + first_block, head_tiles}.store(shared.task());
   };
   // Both passes are of one sequence, and its query block and key block are the same tokens.
   const bool same = of_k.batch == found_q.batch && of_k.block == found_q.block && of_k.sequence.length == found_q.sequence.length;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0)
     store_shared(shared.queries(), make_uint4(found_q.batch, found_q.block, found_q.sequence.start, found_q.sequence.length));
-    store_shared(shared.first_block(), found_q.first);
-  }
   __syncthreads();
   uint32_t phases = 0;  // a bit for each pair
   const auto wait_for = [&](int pair) {
@@ -325,9 +322,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   if (of_k.is_there(64)) {
     const Sequence q = same ? found_q.sequence : find_sequence(forward.sequences_q, forward.batch, of_k.batch, forward.max_seqlen_q);
     const Mask mask(forward, of_k.batch, q, of_k.sequence);
-    make_task(of_k.batch, q, of_k.sequence,
-              same ? load_shared_int(shared.first_block())
-                   : static_cast<int>(first_block_of(forward.sequences_q, of_k.batch, forward.max_seqlen_q, 64)));
+    make_task(of_k.batch, q, of_k.sequence);
     const int key_block = of_k.block, key_begin = key_block * 64;
     const int begin = mask.query_block_begin(key_begin, 64), end = mask.query_block_end(key_begin + 64, 64);
     kept = same && key_block >= begin && key_block < end;
@@ -383,7 +378,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 
   const uint4 queries = load_shared_uint4(shared.queries());
   const SequenceBlock of_q{
-      static_cast<int>(queries.x), static_cast<int>(queries.y), {static_cast<int>(queries.z), static_cast<int>(queries.w)}, 0};
+      static_cast<int>(queries.x), static_cast<int>(queries.y), {static_cast<int>(queries.z), static_cast<int>(queries.w)}};
   if (of_q.is_there(64)) {
     const Sequence k =
         kept ? ShortTask::load(shared.task()).k : find_sequence(forward.sequences_k, forward.batch, of_q.batch, forward.max_seqlen_k);
@@ -392,7 +387,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     const int begin = mask.key_block_begin(query_block * 64, 64), end = mask.key_block_end(query_block * 64 + 64, 64);
     if (!kept) {
       __syncthreads();
-      make_task(of_q.batch, of_q.sequence, k, arguments.owners_q.first_block(of_q.batch, of_q.sequence.start, arguments.blocks_q));
+      make_task(of_q.batch, of_q.sequence, k);
     }
     // Where dS is kept, of the last query head, that is first.
     const bool lone = kept && end - begin == 1;

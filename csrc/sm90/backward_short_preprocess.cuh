@@ -16,15 +16,11 @@ struct ShortPreprocessArguments {
   int log2_heads;      // of a part; the last one may have fewer
 };
 
-// One block of threads per query block and 1 to 4 heads, so that beside what it looks up it has something to read, and a thread block that finds
-// its query block behind the end of the sequence, as most do of ragged ones, ends for several heads.
+// What a thread block has of the rows: a query block, of 1 to 4 heads.
 template <int kBlockM, typename T>
-__global__ void __launch_bounds__(kPreprocessThreads) short_preprocess_kernel(const __grid_constant__ ShortPreprocessArguments arguments) {
-  let_next_kernel_begin();
+__device__ __forceinline__ void prepare_rows(const ShortPreprocessArguments& arguments) {
   const HfFlash2BackwardParams& params = arguments.params;
   const HfFlash2ForwardParams& forward = params.forward;
-  arguments.owners_q.write(forward.sequences_q, forward.batch, forward.max_seqlen_q);
-  arguments.owners_k.write(forward.sequences_k, forward.batch, forward.max_seqlen_k);
   const int index = gridDim.x - 1 - blockIdx.x, block = arguments.head_parts.quotient(index);
   const int batch = arguments.blocks.quotient(block), query_block = arguments.blocks.remainder(block);
   const Sequence seq = find_sequence(forward.sequences_q, forward.batch, batch, forward.max_seqlen_q);
@@ -82,6 +78,20 @@ __global__ void __launch_bounds__(kPreprocessThreads) short_preprocess_kernel(co
       tiles[head[i] * tile_stride + row[i]] = sum[i];
     }
   }
+}
+
+// One block of threads per query block and 1 to 4 heads, so that beside what it looks up it has something to read, and a thread block that finds
+// its query block behind the end of the sequence, as most do of ragged ones, ends for several heads.
+// PERF: the table last, by little code (BlockOwners), 6 thread blocks a multiprocessor: 1 to 2 % faster, few thread blocks 3 to 10. TUNING.md,
+// "Small thread blocks".
+template <int kBlockM, typename T>
+__global__ void __launch_bounds__(kPreprocessThreads, 6)
+    short_preprocess_kernel(const __grid_constant__ ShortPreprocessArguments arguments) {
+  let_next_kernel_begin();
+  prepare_rows<kBlockM, T>(arguments);
+  const HfFlash2ForwardParams& forward = arguments.params.forward;
+  arguments.owners_q.write(forward.sequences_q, forward.batch, forward.max_seqlen_q);
+  arguments.owners_k.write(forward.sequences_k, forward.batch, forward.max_seqlen_k);
 }
 
 }  // namespace hf_flash2::sm90

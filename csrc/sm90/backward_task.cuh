@@ -57,7 +57,7 @@ struct GroupSplits {
 struct BackwardArguments {
   CUtensorMap q, k, v, dout;            // make_sequence_map()
   CUtensorMap zero_queries, zero_keys;  // make_tensor_map(), for boxes behind the last token
-  int map_rows_q, map_rows_k;           // Rows::tokens of the maps
+  int map_rows_q, map_rows_k;           // of a sequence, in the maps
   const float* delta;                   // of the Workspace: to find it there takes registers that the loader has not
   HfFlash2BackwardParams params;
   TileScheduler scheduler;

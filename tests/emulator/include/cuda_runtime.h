@@ -128,6 +128,15 @@ inline uint32_t ballot(unsigned mask, const char* operation, bool predicate) {
   });
   return vote;
 }
+inline int reduce_add(unsigned mask, const char* operation, int value) {
+  whole_warp(mask, operation);
+  collective(operation, &value, [](void* const(&lanes)[kLanes]) {
+    int sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += *static_cast<int*>(lanes[i]);
+    for (int i = 0; i < kLanes; ++i) *static_cast<int*>(lanes[i]) = sum;
+  });
+  return value;
+}
 }  // namespace emulator
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
@@ -150,6 +159,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
 inline int __any_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__any_sync", predicate != 0) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__all_sync", predicate != 0) == 0xffffffffu; }
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return emulator::ballot(mask, "__ballot_sync", predicate != 0); }
+inline int __reduce_add_sync(unsigned mask, int value) { return emulator::reduce_add(mask, "__reduce_add_sync", value); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __nanosleep(unsigned) { emulator::let_others_run(); }
 
