@@ -225,6 +225,10 @@ const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
   if (!sm90::tma_can_read(p.dout, sm90::Rows::of_queries(p.forward), p.forward.heads_q))
     return "TMA cannot read dout (expanded with stride 0)";
+  const auto has_room = [](const HfFlash2Tensor& tensor, int longest) { return sm90::has_room_before(tensor, longest); };
+  if (!has_room(p.forward.q, p.forward.max_seqlen_q) || !has_room(p.dout, p.forward.max_seqlen_q) ||
+      !has_room(p.forward.k, p.forward.max_seqlen_k) || !has_room(p.forward.v, p.forward.max_seqlen_k))
+    return "a sequence of q, k, v or dout spans more bytes than its address, before which its tensor map would begin";
   return nullptr;
 }
 
@@ -410,9 +414,8 @@ int hf_flash2_backward(const HfFlash2BackwardParams* layout, const HfFlash2Backw
     const HfFlash2BackwardParams params = complete(*layout, *addresses);
     const DeviceGuard guard(params.forward.device);
     const BackwardKernels kernels = choose_backward(params);
-    const int64_t needed = kernels.workspace_bytes(params);
-    if (params.workspace_bytes < static_cast<uint64_t>(needed))
-      reject("workspace_bytes", "at least " + std::to_string(needed), std::to_string(params.workspace_bytes));
+    if (params.workspace_bytes < static_cast<uint64_t>(kernels.workspace_bytes(params)))
+      return fail(kErrorWorkspace, "workspace_bytes is less than hf_flash2_backward_workspace_bytes()");
     kernels.run(params);
     return kernels.family;
   });

@@ -159,10 +159,17 @@ class Layout:
         found = self._backwards.get(key)
         if found is None:
             found = self._backwards[key] = self._pack_backward(lib, (dout, dq, dk, dv), addresses, deterministic)
+        family = self._launch_backward(lib, found, addresses)
+        if family == native.NEEDS_WORKSPACE:  # of sm80: tensors lie where the Hopper kernels cannot read them (api.cpp)
+            found = self._backwards[key] = self._pack_backward(lib, (dout, dq, dk, dv), addresses, deterministic)
+            family = self._launch_backward(lib, found, addresses)
+        return dq, dk, dv, dsinks, native.checked(lib, family)
+
+    @staticmethod
+    def _launch_backward(lib, found: tuple[bytes, torch.Tensor], addresses: tuple[int, ...]) -> int:
         params, workspace_like = found
         workspace = torch.empty_like(workspace_like)
-        family = lib.hf_flash2_backward(params, _BACKWARD_ADDRESSES.pack(*addresses, workspace.data_ptr()))
-        return dq, dk, dv, dsinks, native.checked(lib, family)
+        return lib.hf_flash2_backward(params, _BACKWARD_ADDRESSES.pack(*addresses, workspace.data_ptr()))
 
     def fits(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor, sequences: Sequences = DENSE

@@ -9,6 +9,7 @@ of thread blocks in flight. HF_FLASH2_EMULATE=all runs all of the table that is 
 import ctypes
 import dataclasses
 import itertools
+import mmap
 import os
 import re
 import zlib
@@ -651,6 +652,61 @@ def test_when_thread_blocks_are_small(case, taken, emulate, backward_workspaces)
     assert [takes_small_blocks(x, case, sample.seqlen_q, sample.seqlen_k) for x in backward_workspaces] == [taken]
 
 
+@pytest.fixture
+def low_memory():
+    """(address, a bfloat16 tensor of two and a half times as many bytes there), as allocators that reserve addresses give the first of all.
+    Nothing is there but what is written to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    no_replace, no_reserve = 0x100000, 0x4000
+    for address in (0x10000000, 0x20000000, 0x40000000, 0x80000000):
+        size = address * 5 // 2
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_replace | no_reserve
+        if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address:
+            yield address, torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.bfloat16)
+            libc.munmap(address, size)
+            return
+    pytest.skip("other things lie at all of these addresses")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "family"),
+    ((64, (100, 110, 90), "sm90"), (128, (450, 400, 380), "sm90"), (512, (70, 50, 60), "sm90"), (64, (260, 10), "sm80")),
+    ids=("short", "long", "wide", "too_long"),
+)
+def test_rows_that_span_more_bytes_than_their_address(head_dim, lengths, family, low_memory, library, backward_families, monkeypatch):
+    """Nobody is to begin a tensor map of the backward below address 0: it begins as many rows before a tensor as the longest sequence has.
+    The same bits then as of rows next to each other. Where one sequence spans too much, mma.sync, though the scratch that was asked for,
+    once for each layout, is that of the Hopper kernels."""
+    address, memory = low_memory
+    tokens, columns = sum(lengths), 2 * head_dim
+    stride = address * 2 // tokens // 16 * 8  # in elements: all span twice the address
+    x = [torch.randn(tokens, 2, head_dim, dtype=torch.bfloat16) for _ in range(4)]
+    far = [memory[i * columns :].as_strided(x[0].shape, (stride, head_dim, 1)) for i in range(4)]
+    for wanted, there in zip(x, far, strict=True):
+        there.copy_(wanted)
+    monkeypatch.setenv("HF_FLASH2_FAMILY", family)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+    def gradients(q, k, v, dout):
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    with emulated.running(monkeypatch, library):
+        near = gradients(*x)
+        monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+        if family == "sm80":  # of the same strides, where there is room
+            gradients(*(torch.empty_strided(there.shape, there.stride(), dtype=there.dtype).copy_(there) for there in far))
+        found = gradients(*far)
+    if family == "sm90":
+        assert all(map(torch.equal, found, near)) and backward_families == ["sm90", "sm90"]
+    else:
+        torch.testing.assert_close(found, near, rtol=2e-2, atol=2e-2)
+        assert backward_families == ["sm80", "sm90", "sm80"]
+
+
 def test_small_thread_blocks_end_together(emulate, monkeypatch):
     """The last two rounds of nine thread blocks each, here nine of 21 sequences, begin with the longest of these."""
     lengths, ordered = (70, 3, 130, 0, 64, 200, 65) * 3, 9
@@ -773,7 +829,7 @@ def test_when_groups_are_split(name, deterministic, library, monkeypatch):
     monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
         layout = kernels.Layout(q, k, k, None, None, None, queries, keys, 1.0, -1, 0 if causal else -1, 0.0, 0.0)
-    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0, 0)
+    addresses = (0, 0, *[2**40] * 5, *kernels._NO_SEQUENCES, *[2**40] * 4, 0, 0)
     _, workspace = layout._pack_backward(library, (q, q, k, k), addresses, deterministic)
     case = Case("choice", head_dim, heads, (queries,) * batch, (keys,) * batch)
     assert group_splits(workspace.numel(), case, queries, keys) == expected
@@ -786,7 +842,7 @@ def test_more_shares_than_thread_blocks_are_refused_before_anything_runs(library
     k = torch.zeros(2**23 + 2**19, dtype=torch.bfloat16).as_strided((1, 2**20, 34000, 128), (8, 8, 8, 1))
     with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
         layout = kernels.Layout(q, k, k, None, None, None, 1, 2**20, 1.0, -1, 0, 0.0, 0.0)
-    addresses = (0, 0, *[16] * 5, *kernels._NO_SEQUENCES, *[16] * 4, 0, 0)
+    addresses = (0, 0, *[2**40] * 5, *kernels._NO_SEQUENCES, *[2**40] * 4, 0, 0)
     with pytest.raises(ValueError, match=r"attention backward, sm90, convert: .* must stay below 2\^31, got \d+; give a max_seqlen"):
         layout._pack_backward(library, (q, q, k, k), addresses, True)
 
@@ -1041,7 +1097,7 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
         with pytest.raises(ValueError, match=message):
             layout.forward(q, q, q, (cu_seqlens, cu_seqlens, None, None, None))
         with pytest.raises(ValueError, match=message):
-            layout._pack_backward(library, (q, q, q, q), (0, 0, *[16] * 5, *sequences, *[16] * 4, 0, 0), False)
+            layout._pack_backward(library, (q, q, q, q), (0, 0, *[2**40] * 5, *sequences, *[2**40] * 4, 0, 0), False)
 
 
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))

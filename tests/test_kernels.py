@@ -7,6 +7,10 @@ out, and 3 times for dq, dk, dv.
 import functools
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import oracle
 import pytest
@@ -16,6 +20,7 @@ from cases import CASES, Case, Sample
 from hf_flash2 import flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func, last_backend, native, ops, packing, reference
 
 pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parent.parent
 
 ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsinks": 3.0}
 # Where eager happens to be exact (a single visible key) ours still rounds the sums it accumulates: that many units in the last place of the
@@ -746,3 +751,38 @@ def test_offsets_beyond_2_to_the_31(form, family, device, most_of_the_memory):
         }
         actual["lse"] = expected[torch.float64]["lse"].float()  # checked elsewhere
         compare(actual, expected[torch.float64], expected[torch.bfloat16], torch.bfloat16, dict.fromkeys(ALLOWED, 0.0))
+
+
+AT_LOW_ADDRESSES = """
+import torch
+from hf_flash2 import flash_attn_varlen_func
+
+def gradients(q, k, v, dout, cu_seqlens, longest):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+    return torch.autograd.grad(out, (q, k, v), dout)
+
+memory = torch.empty(2**33, device="cuda", dtype=torch.bfloat16)  # 17 GB
+print(memory.data_ptr())
+for head_dim, lengths in ((64, (100, 110, 90)), (128, (450, 400, 380)), (512, (70, 50, 60))):
+    tokens, columns = sum(lengths), 2 * head_dim
+    near = [torch.randn(tokens, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    strides = (2**33 // tokens // 8 * 8 - 8, head_dim, 1)
+    far = [memory[i * columns:].as_strided(x.shape, strides).copy_(x) for i, x in enumerate(near)]
+    cu_seqlens = torch.tensor([0, lengths[0], sum(lengths[:2]), tokens], device="cuda", dtype=torch.int32)
+    pairs = zip(gradients(*far, cu_seqlens, max(lengths)), gradients(*near, cu_seqlens, max(lengths)))
+    print(max(float((x - y).abs().max()) for x, y in pairs))
+"""
+
+
+@pytest.mark.big_memory
+def test_rows_that_span_more_bytes_than_their_address(device, most_of_the_memory):
+    """Allocators that reserve addresses begin at 13 GB, and nobody makes a tensor map that begins below 0."""
+    setting = "expandable_segments:True"
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
+    done = subprocess.run([sys.executable, "-c", AT_LOW_ADDRESSES], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    address, *differences = map(float, done.stdout.split())
+    assert len(differences) == 3 and all(difference < 0.05 for difference in differences)
+    if address > 2**34:
+        pytest.skip(f"this allocator begins at {address:.0f}")

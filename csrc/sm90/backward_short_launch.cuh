@@ -105,12 +105,10 @@ void launch_backward_short(const HfFlash2BackwardParams& params) {
   const int64_t blocks_q = ceil_div(forward.max_seqlen_q, Shape::kBlockM), blocks_k = ceil_div(forward.max_seqlen_k, Shape::kBlockN);
   BackwardShortArguments arguments;
   make_backward_maps(arguments, params, Shape::kBlockM, Shape::kBlockN);
-  const auto map = [&](const HfFlash2Tensor& tensor, int columns, Rows rows, int heads, int block) {
-    return make_sequence_map(tensor, forward.dtype, columns, rows, heads, block);
-  };
-  arguments.dq = map(params.dq, forward.head_dim, Rows::of_queries(forward), forward.heads_q, Shape::kBlockM);
-  arguments.dk = map(params.dk, forward.head_dim, Rows::of_keys(forward), forward.heads_k, Shape::kBlockN);
-  arguments.dv = map(params.dv, forward.head_dim_v, Rows::of_keys(forward), forward.heads_k, Shape::kBlockN);
+  const SequenceRows queries = SequenceRows::of_queries(forward), keys = SequenceRows::of_keys(forward);
+  arguments.dq = make_sequence_map(params.dq, forward.dtype, forward.head_dim, queries, forward.heads_q, Shape::kBlockM);
+  arguments.dk = make_sequence_map(params.dk, forward.dtype, forward.head_dim, keys, forward.heads_k, Shape::kBlockN);
+  arguments.dv = make_sequence_map(params.dv, forward.dtype, forward.head_dim_v, keys, forward.heads_k, Shape::kBlockN);
   arguments.tile_rows = Workspace(params, Shape::kBlockM, Shape::kDqColumns).delta;
   arguments.params = params;
   const int ordered = count_ordered(plan, forward);

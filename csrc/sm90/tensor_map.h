@@ -76,35 +76,51 @@ inline CUtensorMap make_tensor_map(const HfFlash2Tensor& tensor, int dtype, int 
       {{rows.tokens, tensor.token_stride, tile_rows}, {heads, tensor.head_stride, 1}, {rows.batch, tensor.batch_stride, 1}});
 }
 
+// Rows of sequences, none longer than `longest`.
+struct SequenceRows {
+  Rows rows;
+  int longest;
+
+  static SequenceRows of_queries(const HfFlash2ForwardParams& p) { return {Rows::of_queries(p), p.max_seqlen_q}; }
+  static SequenceRows of_keys(const HfFlash2ForwardParams& p) { return {Rows::of_keys(p), p.max_seqlen_k}; }
+  Rows of_longest() const { return {longest, rows.batch}; }
+};
+
 // Tiles of `tile_rows` tokens of one head that end with their sequence: what lies behind it, another sequence or padding, arrives as zeros, as
 // NaN and infinities there would survive a multiplication with probability 0; a store leaves it as it is. Two dimensions step from token to token.
-// The rows of one are limited and counted from the end: row rows.tokens - n is n tokens before the end of the sequence. The other says where that
-// end is. So the tensor begins rows.tokens before its data, where nothing is read, unless a box is all outside: that is an illegal access, and none
-// may be. Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
+// The rows of one are limited and counted from the end: row `longest` - n is n tokens before the end of the sequence. The other says where that
+// end is. So the tensor begins `longest` rows before its data, where nothing is read, unless a box is all outside: that is an illegal access, and
+// none may be. Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
 // of batches padded to 512, 2k, 4k, filled to 30 %, d 64 9 3 3 %, d 128 4 1 1. TUNING.md, "Rows behind a sequence".
-inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows) {
+inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, SequenceRows sequences, int heads,
+                                     int tile_rows) {
   constexpr int kSmallestStride = 8;  // of one token, which need have none
-  const int64_t stride = rows.tokens == 1 ? kSmallestStride : tensor.token_stride;
-  void* const begin = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor.data) - static_cast<uintptr_t>(rows.tokens * stride * 2));
-  return encode_tensor_map(begin, dtype, head_dim,
-                           {{rows.tokens, stride, tile_rows},
-                            {rows.tokens + 1, stride, 1},
+  const int64_t stride = sequences.rows.tokens == 1 ? kSmallestStride : tensor.token_stride;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.data) - static_cast<uintptr_t>(sequences.longest * stride * 2);
+  return encode_tensor_map(reinterpret_cast<void*>(begin), dtype, head_dim,
+                           {{sequences.longest, stride, tile_rows},
+                            {sequences.rows.tokens + 1, stride, 1},
                             {heads, tensor.head_stride, 1},
-                            {rows.batch, tensor.batch_stride, 1}});
+                            {sequences.rows.batch, tensor.batch_stride, 1}});
+}
+
+// Whether there are as many addresses before the tensor as that map begins earlier. Some allocators begin low, at 13 GB.
+inline bool has_room_before(const HfFlash2Tensor& tensor, int longest) {
+  return reinterpret_cast<uintptr_t>(tensor.data) / 2 > static_cast<uintptr_t>(longest * tensor.token_stride);
 }
 
 // Those of a backward, in blocks of so many tokens; arguments: of its kernel.
 template <typename Arguments>
 void make_backward_maps(Arguments& arguments, const HfFlash2BackwardParams& params, int block_m, int block_n) {
   const HfFlash2ForwardParams& forward = params.forward;
-  const Rows rows_q = Rows::of_queries(forward), rows_k = Rows::of_keys(forward);
-  arguments.q = make_sequence_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, block_m);
-  arguments.dout = make_sequence_map(params.dout, forward.dtype, forward.head_dim_v, rows_q, forward.heads_q, block_m);
-  arguments.k = make_sequence_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, block_n);
-  arguments.v = make_sequence_map(forward.v, forward.dtype, forward.head_dim_v, rows_k, forward.heads_k, block_n);
-  arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, rows_q, forward.heads_q, block_m);
-  arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, rows_k, forward.heads_k, block_n);
-  arguments.map_rows_q = rows_q.tokens, arguments.map_rows_k = rows_k.tokens;
+  const SequenceRows queries = SequenceRows::of_queries(forward), keys = SequenceRows::of_keys(forward);
+  arguments.q = make_sequence_map(forward.q, forward.dtype, forward.head_dim, queries, forward.heads_q, block_m);
+  arguments.dout = make_sequence_map(params.dout, forward.dtype, forward.head_dim_v, queries, forward.heads_q, block_m);
+  arguments.k = make_sequence_map(forward.k, forward.dtype, forward.head_dim, keys, forward.heads_k, block_n);
+  arguments.v = make_sequence_map(forward.v, forward.dtype, forward.head_dim_v, keys, forward.heads_k, block_n);
+  arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, queries.of_longest(), forward.heads_q, block_m);
+  arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, keys.of_longest(), forward.heads_k, block_n);
+  arguments.map_rows_q = queries.longest, arguments.map_rows_k = keys.longest;
 }
 
 // Tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).

@@ -161,7 +161,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_with_fault(int
   try {
     Arguments arguments;
     arguments.b = sm90::make_tensor_map({b, 0, 64, 64}, kBFloat16, 64, {64, 1}, 1, 64);
-    arguments.b_of_sequence = sm90::make_sequence_map({b, 0, 64, 64}, kBFloat16, 64, {64, 1}, 1, 64);
+    arguments.b_of_sequence = sm90::make_sequence_map({b, 0, 64, 64}, kBFloat16, 64, {{64, 1}, 64}, 1, 64);
     arguments.a = static_cast<const __nv_bfloat16*>(a);
     arguments.out = out;
     arguments.fault = static_cast<Fault>(fault);

@@ -32,7 +32,8 @@ CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_
                            CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   using emulator::Element;
   emulator::TensorMap result{};
-  if (rank < 1 || rank > 5 || reinterpret_cast<uintptr_t>(base) % 16 != 0 || base == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(base);  // on one H200, none that lies below 0 is taken
+  if (rank < 1 || rank > 5 || address % 16 != 0 || address == 0 || address >> 63 != 0) return CUDA_ERROR_INVALID_VALUE;
   result.mark = emulator::TensorMap::kMark;
   result.rank = rank;
   result.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
