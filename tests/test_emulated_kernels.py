@@ -626,14 +626,26 @@ def test_small_thread_blocks(case, emulate, backward_workspaces):
         (Case("when", 128, (12, 4), (240,), causal=True), True),
         (Case("when", 128, (12, 4), (241,), causal=True), False),
         (Case("when", 64, (2, 1), (192,), causal=True), False),  # few thread blocks, of groups
-        (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0, 1), form="packed", causal=True), True),
-        (Case("when", 64, (1, 1), (1024, 0, 0, 0, 0), form="packed", causal=True), False),  # on average longer
+        # On average as many as that, or more, by all tokens and sequences.
+        (Case("when", 64, (1, 1), (1024, 256, 0, 0), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (1024, 257, 0, 0), form="packed", causal=True), False),
         (Case("when", 64, (1, 1), (1025,) + (0,) * 9, form="packed", causal=True), False),
-        (Case("when", 64, (1, 1), (300, 230), form="packed", causal=True), True),
-        (Case("when", 64, (1, 1), (512, 0), form="packed"), False),
-        (Case("when", 64, (1, 1), (512, 0, 0), form="packed"), True),
-        (Case("when", 128, (1, 1), (512, 0), form="packed", causal=True), True),
-        (Case("when", 128, (1, 1), (640, 0), form="packed", causal=True), False),
+        (Case("when", 64, (1, 1), (448, 447), form="packed", causal=True), True),
+        (Case("when", 64, (1, 1), (700, 4, 0, 0), form="packed"), True),
+        (Case("when", 64, (1, 1), (700, 5, 0, 0), form="packed"), False),
+        (Case("when", 64, (1, 1), (704, 0, 0, 0), (5, 700, 0, 0), form="packed"), False),  # of keys
+        (Case("when", 96, (1, 1), (768, 0, 0), form="packed", causal=True), True),
+        (Case("when", 96, (1, 1), (769, 0, 0), form="packed", causal=True), False),
+        (Case("when", 128, (1, 1), (576, 0, 0), form="packed", causal=True), True),
+        (Case("when", 128, (1, 1), (577, 0, 0), form="packed", causal=True), False),
+        (Case("when", 128, (1, 1), (432, 0, 0), form="packed"), True),
+        (Case("when", 128, (1, 1), (433, 0, 0), form="packed"), False),
+        (Case("when", 64, (8, 4), (512, 0), form="packed", causal=True), True),  # groups
+        (Case("when", 64, (8, 4), (512, 1), form="packed", causal=True), False),
+        (Case("when", 128, (8, 4), (448, 0), form="packed", causal=True), True),
+        (Case("when", 128, (8, 4), (448, 1), form="packed", causal=True), False),
+        (Case("when", 64, (8, 4), (224, 0), form="packed"), True),
+        (Case("when", 64, (8, 4), (224, 1), form="packed"), False),
         (Case("when", 64, (2, 2), (512 - RANGE_PADDING,), form="ranges", causal=True), True),
         (Case("when", 64, (2, 2), (513 - RANGE_PADDING,), form="ranges", causal=True), False),
         (Case("when", 64, (2, 2), (257 - RANGE_PADDING,), form="ranges"), False),

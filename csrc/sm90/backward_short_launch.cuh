@@ -35,32 +35,39 @@ struct BackwardShortPlan {
   }
 };
 
+// Sequences are short up to this length, packed ones up to this average too.
+struct ShortLimits {
+  int longest, average;
+
+  static constexpr ShortLimits of(int head_dim, bool triangular, bool groups) {
+    const bool narrow = head_dim <= 64;
+    if (groups) return triangular ? ShortLimits{narrow ? 320 : 240, narrow ? 256 : 224} : ShortLimits{192, 112};
+    return triangular ? ShortLimits{narrow ? 448 : 384, 448 - 2 * head_dim} : ShortLimits{narrow ? 320 : 256, narrow ? 176 : 144};
+  }
+};
+
 // Whether sequences are so short that thread blocks of one warpgroup are faster (backward_short.cuh), though what their blocks see of each other is
-// computed twice: by the longest, and the average, as far as shapes tell. To greater lengths where so few thread blocks are there that all begin at
-// once, and none has most of the work, as with few queries of many keys. Not where few thread blocks would have the query heads of whole groups one
-// after another.
-// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 125 73 50 34 % faster, 16 of 128 40 25 17 6; one sequence, causal, of 512, 1k,
-// 12 heads of 64 28 10, 8 of 128 29 23. TUNING.md, "Small thread blocks".
+// computed twice. To greater lengths where so few thread blocks are there that all begin at once, and none has most of the work, as with few queries
+// of many keys. Not where few thread blocks would have the query heads of whole groups one after another.
+// PERF: packed, causal, to 64, 128, 256, 512 tokens, 12 heads of 64 125 73 50 34 % faster, 16 of 128 40 25 17 6; 154 on average, to 1k, 32/8 heads of
+// 64 21 to 28, of 128 27 to 38; one sequence, causal, of 512, 1k, 12 heads of 64 28 10, 8 of 128 29 23. TUNING.md, "Small thread blocks".
 template <int kHeadDim>
 bool takes_short(const HfFlash2BackwardParams& backward) {
   constexpr bool kNarrow = kHeadDim <= 64;
-  constexpr int kTriangle = kNarrow ? 448 : 384, kTriangleGroups = kNarrow ? 320 : 240, kAllKeys = kNarrow ? 320 : 256,
-                kAllKeysGroups = 192;
   constexpr int kTriangleAtOnce = 1024, kAllKeysAtOnce = kNarrow ? 512 : 320, kPadded = 256, kLongest = 1024, kRounds = 4;
   const HfFlash2ForwardParams& params = backward.forward;
   if (params.softcap != 0.f || params.dropout_p != 0.f || params.batch == 0 || params.max_seqlen_q == 0) return false;
   const bool triangular = is_triangular(params), groups = params.heads_q > params.heads_k;
-  const int64_t longest = std::max(params.max_seqlen_q, params.max_seqlen_k), shortest = std::min(params.max_seqlen_q, params.max_seqlen_k);
+  const int longest = std::max(params.max_seqlen_q, params.max_seqlen_k), shortest = std::min(params.max_seqlen_q, params.max_seqlen_k);
   if (longest > kLongest) return false;
   const auto plan = BackwardShortPlan<kHeadDim>::make(params);
   if (groups && plan.key_blocks * int64_t{params.heads_k} < int64_t{kRounds} * multiprocessors(params.device)) return false;
   const bool at_once = plan.thread_blocks <= plan.at_once && longest <= 2 * shortest;
   if (at_once && !groups && longest <= (triangular ? kTriangleAtOnce : kAllKeysAtOnce)) return true;
   if (may_have_gaps(backward)) return longest <= (triangular && kNarrow && !groups ? 2 * kPadded : kPadded);  // nobody knows the average
-  const int limit = triangular ? (groups ? kTriangleGroups : kTriangle) : (groups ? kAllKeysGroups : kAllKeys);
+  const ShortLimits limits = ShortLimits::of(kHeadDim, triangular, groups);
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
-  const int64_t average = packed ? std::max(params.total_q, params.total_k) / params.batch : longest;
-  return average * longest <= limit * limit;
+  return longest <= limits.longest || (packed && std::max(params.total_q, params.total_k) <= int64_t{limits.average} * params.batch);
 }
 
 // Dynamic shared memory of a thread block: where there are fewer than the GPU could have at once, so much that multiprocessors, among which these
