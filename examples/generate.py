@@ -61,8 +61,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def generate(model: PreTrainedModel, batch: dict[str, torch.Tensor], cache: str, new_tokens: int) -> tuple[torch.Tensor, float]:
-    """The new tokens [B, new_tokens] and the seconds they took."""
+    """The new tokens [B, new_tokens] and the seconds they took, after two that load kernels and fill the allocator."""
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    model.generate(**batch, do_sample=False, max_new_tokens=2, min_new_tokens=2, **options)
     started = time.perf_counter()
     tokens = model.generate(**batch, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     tokens = tokens[:, batch["input_ids"].shape[1] :].cpu()  # waits for the device
@@ -87,7 +88,11 @@ def generate_continuously(model: PreTrainedModel, prompts: list[list[int]], new_
     """The same by continuous batching, of a second run: the first allocates the cache and, on a GPU, records graphs."""
     page_size = 256
     pages = len(prompts) * -(-(max(map(len, prompts)) + new_tokens) // page_size)
-    continuous = transformers.ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, auto_switch_to_flash=False)
+    known = transformers.ContinuousBatchingConfig.__dataclass_fields__  # pages are called blocks in older ones
+    options = {"page_size" if "page_size" in known else "block_size": page_size, "num_blocks": pages}
+    if "auto_switch_to_flash" in known:
+        options["auto_switch_to_flash"] = False
+    continuous = transformers.ContinuousBatchingConfig(**options)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns that a manager is kept, which is meant
     greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
     for _ in range(2):
