@@ -98,8 +98,9 @@ class Layout:
         Raises MisalignedError where an address is not a multiple of 16: see `aligned`.
 
         Scratch: where queries are so few that their keys are split, out and softmax_lse in float32, once for every split; where lengths are
-        ragged, the Hopper kernels' counter of tiles, 4 bytes; without a mask, where tiles make no whole number of rounds over the
-        multiprocessors, out and softmax_lse of up to 128 queries in float32 for each of these and of the tiles left over (d 128: 17 MB).
+        ragged, or long under a diagonal, the Hopper kernels' counter of tiles, 4 bytes; where many sequences are short, a table of them, 8
+        bytes a block; without a mask, where tiles make no whole number of rounds over the multiprocessors, out and softmax_lse of up to 192
+        queries in float32 for each of these and of the tiles left over (d 128: 17 MB).
         """
         params, workspace_like = self._forward
         out_like, lse_like = self._outputs
@@ -238,6 +239,8 @@ def append(
     batch, seqlen, heads, head_dim = k.shape
     page_size = 0 if block_table is None else k_cache.shape[1]
     ranges = torch.empty(2, batch, dtype=torch.int32, device=k.device)
+    if batch == 0:  # a block_table without elements has no address
+        return ranges
     params = _APPEND.pack(
         _APPEND.size, _current_stream(device), *_operand(k), *_operand(v), *_operand(k_cache), *_operand(v_cache),
         lengths.data_ptr(), ranges.data_ptr(), _address(block_table), 0 if block_table is None else block_table.stride(0),

@@ -1,8 +1,9 @@
 """Attention on a key/value cache, contiguous or in pages, with flash-attn's name and semantics: for decoding, without gradients.
 
-On a GPU a step is two kernels, or three where the keys of few queries are split: the new keys and values are written, then attention reads
-the cache where it lies. Nothing is read back to the host, so that a CUDA graph can hold a step. Pages: Kwon et al., Efficient Memory
-Management for Large Language Model Serving with PagedAttention, arXiv 2309.06180.
+On a GPU a step is two kernels: the new keys and values are written, then attention reads the cache where it lies; or three, where the
+keys of few queries are split, or on Hopper there are more tiles than run at a time, which are counted. Nothing is read back to the host, so
+that a CUDA graph can hold a step. Pages: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention,
+arXiv 2309.06180.
 """
 
 import numbers
@@ -89,6 +90,8 @@ def flash_attn_with_kvcache(
     capacity, new_tokens = kernels.capacity_of(k_cache, block_table), 0 if k is None else k.shape[1]
     if isinstance(cache_seqlens, numbers.Integral):
         _check_fits(0, int(cache_seqlens), new_tokens, capacity)
+    elif not tracing.is_compiling() and q.shape[0] > 0:  # what the lengths are, nobody knows on a GPU
+        _check_fits(0, 0, new_tokens, capacity)
     lengths = _check_lengths(cache_seqlens, q.shape[0], q.device, needed=k is not None or block_table is not None)
     if lengths is not None and has_known_values(lengths):
         _check_places(lengths.tolist(), new_tokens, capacity, block_table, k_cache)
