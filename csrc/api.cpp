@@ -225,9 +225,8 @@ const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
   if (!sm90::tma_can_read(p.dout, sm90::Rows::of_queries(p.forward), p.forward.heads_q))
     return "TMA cannot read dout (expanded with stride 0)";
-  const auto has_room = [](const HfFlash2Tensor& tensor, int longest) { return sm90::has_room_before(tensor, longest); };
-  if (!has_room(p.forward.q, p.forward.max_seqlen_q) || !has_room(p.dout, p.forward.max_seqlen_q) ||
-      !has_room(p.forward.k, p.forward.max_seqlen_k) || !has_room(p.forward.v, p.forward.max_seqlen_k))
+  if (!sm90::has_room_before(p.forward.q, p.forward.max_seqlen_q) || !sm90::has_room_before(p.dout, p.forward.max_seqlen_q) ||
+      !sm90::has_room_before(p.forward.k, p.forward.max_seqlen_k) || !sm90::has_room_before(p.forward.v, p.forward.max_seqlen_k))
     return "a sequence of q, k, v or dout spans more bytes than its address, before which its tensor map would begin";
   return nullptr;
 }

@@ -168,9 +168,10 @@ def benchmark(args: argparse.Namespace, providers: Sequence["Provider"], device:
         points_of = {name: list(SHAPES[name].points(args)) for name in args.shapes}
         for name, points in points_of.items() if args.plot else ():
             x_axis(SHAPES[name], points)
-        for name in (name for name, points in points_of.items() if not points):
+        without = [name for name, points in points_of.items() if not points]
+        if without:
             asked = "these options" if args.seqlen is None else f"--seqlen {' '.join(map(str, args.seqlen))}"
-            raise ValueError(f"--shapes {name} has nothing to measure with {asked}")
+            raise ValueError(f"--shapes {without[0]} has nothing to measure with {asked}")
     except ValueError as error:  # a --fill that no lengths have; a --plot without curves
         print(f"hf-flash2 bench attention: {error}", file=sys.stderr)
         return 2

@@ -475,6 +475,20 @@ def test_decoding_from_a_cache(family, case, library, monkeypatch):
     assert last_backend() == f"cuda-{family}"
 
 
+def test_a_step_without_sequences(library, monkeypatch):
+    """Of a server that has nothing to do: an empty tensor has no address."""
+    q, cache = torch.randn(0, 1, 2, 64, dtype=torch.bfloat16), torch.randn(3, 128, 2, 64, dtype=torch.bfloat16)
+    lengths = torch.zeros(0, dtype=torch.int32)
+    with emulated.running(monkeypatch, library), torch.no_grad():
+        for pages in (0, 2):
+            table = torch.zeros(0, pages, dtype=torch.int32)
+            out = flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=lengths, block_table=table)
+            assert out.shape == q.shape
+        with pytest.raises(ValueError, match="at most the 0 tokens that the cache holds of a sequence, got 0 and 1 for sequence 0"):
+            one, table = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 0, dtype=torch.int32)
+            flash_attn_with_kvcache(one, cache, cache, one, one, cache_seqlens=torch.zeros(1, dtype=torch.int32), block_table=table)
+
+
 def test_a_cache_that_is_written_is_not_differentiated_as_it_was(library, monkeypatch):
     q, k_cache, v_cache = (torch.randn(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 20, 20))
     with emulated.running(monkeypatch, library):
@@ -569,22 +583,6 @@ def takes_small_blocks(workspace_bytes: int, case: Case, seqlen_q: int, seqlen_k
 
 
 MIXED = (1, 0, 64, 7, 65, 130)
-
-
-def test_a_step_without_sequences(library, monkeypatch):
-    """Of a server that has nothing to do: an empty tensor has no address."""
-    q, cache = torch.randn(0, 1, 2, 64, dtype=torch.bfloat16), torch.randn(3, 128, 2, 64, dtype=torch.bfloat16)
-    lengths = torch.zeros(0, dtype=torch.int32)
-    with emulated.running(monkeypatch, library), torch.no_grad():
-        for pages in (0, 2):
-            table = torch.zeros(0, pages, dtype=torch.int32)
-            out = flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=lengths, block_table=table)
-            assert out.shape == q.shape
-        with pytest.raises(ValueError, match="at most the 0 tokens that the cache holds of a sequence, got 0 and 1 for sequence 0"):
-            one, table = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 0, dtype=torch.int32)
-            flash_attn_with_kvcache(one, cache, cache, one, one, cache_seqlens=torch.zeros(1, dtype=torch.int32), block_table=table)
-
-
 SMALL_BLOCKS = (
     Case("small", 64, (1, 1), (*MIXED, 300), form="packed", causal=True),
     Case("small", 64, (6, 2), (*MIXED, 300, 3), form="packed", causal=True),

@@ -90,8 +90,9 @@ struct SequenceRows {
 // NaN and infinities there would survive a multiplication with probability 0; a store leaves it as it is. Two dimensions step from token to token.
 // The rows of one are limited and counted from the end: row `longest` - n is n tokens before the end of the sequence. The other says where that
 // end is. So the tensor begins `longest` rows before its data, where nothing is read, unless a box is all outside: that is an illegal access, and
-// none may be. Coordinates (column, row, end, head, batch). PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward
-// of batches padded to 512, 2k, 4k, filled to 30 %, d 64 9 3 3 %, d 128 4 1 1. TUNING.md, "Rows behind a sequence".
+// none may be. Coordinates (column, row, end, head, batch).
+// PERF: in place of zeros stored by those that compute, who wait for each other for that. Backward of batches padded to 512, 2k, 4k, filled to 30 %,
+// d 64 9 3 3 %, d 128 4 1 1. TUNING.md, "Rows behind a sequence".
 inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, SequenceRows sequences, int heads,
                                      int tile_rows) {
   constexpr int kSmallestStride = 8;  // of one token, which need have none
