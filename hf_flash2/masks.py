@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import packing, tracing
+from . import notices, packing, tracing
 
 masking_utils: ModuleType | None = None  # of Transformers: registration.py finds it
 
@@ -214,6 +214,7 @@ def hf_flash2_mask(
     else:
         if pattern.causal and not isinstance(q_offset, torch.Tensor):
             _check_reaches_queries(attention_mask.shape[1], kv_length, q_offset + q_length)
+            _notice_columns_without_keys(attention_mask.shape[1], kv_length, kv_offset + kv_length)
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
         # Not the tensor itself: it would hold itself, and only the garbage collector would free it.
@@ -257,6 +258,16 @@ def _check_reaches_queries(columns: int, kv_length: int, end: int) -> None:
             f"the attention_mask of this forward ends at column {columns}, its queries at {end}; {_AS_WIDE}. generate() "
             "of PEFT's prompt tuning gives such masks where Transformers has renamed past_key_values to cache, and then adds "
             'its prompt at every step; attn_implementation="sdpa" computes what it asks for'
+        )
+
+
+def _notice_columns_without_keys(columns: int, kv_length: int, end: int) -> None:
+    """Transformers' own mask functions leave the last ones out, though the keys that are not there may be the first ones."""
+    if columns > end and columns != 2 * kv_length:  # as wide is the mask of a static cache, which generate() had made ahead of the model
+        notices.notice(  # without the numbers, which grow from step to step
+            "hf_flash2: an attention_mask has more columns than there are keys, and the last ones are left out, as Transformers does; "
+            f"{_AS_WIDE}. generate() of PEFT's prefix tuning gives such masks where Transformers has renamed past_key_values to cache, and "
+            "then runs without its prefix"
         )
 
 

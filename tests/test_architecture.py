@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "context_parallel": {"functional"},
     "kvcache": {"functional", "ops", "kernels", "reference", "support", "tracing"},
     "notices": {"ops", "tracing"},
-    "masks": {"packing", "tracing"},
+    "masks": {"notices", "packing", "tracing"},
     "interface": {"context_parallel", "masks", "notices", "packing", "functional", "kvcache", "support", "ops", "tracing"},
     "registration": {"interface", "masks", "notices", "functional", "kvcache"},
     "bench": {"bench_attention", "bench_train"},

@@ -12,7 +12,7 @@ import tiny_models as tiny
 import torch
 import torch.nn.functional as F
 from tiny_models import BATCH, DTYPES, SEQLEN, VERSION
-from transformers import DynamicCache, MistralConfig, Qwen2MoeConfig, masking_utils
+from transformers import DynamicCache, MistralConfig, Qwen2MoeConfig, StaticCache, masking_utils
 from transformers.models.mistral import modeling_mistral  # noqa: F401 - for the source of its layers
 
 import hf_flash2
@@ -581,6 +581,22 @@ def test_a_mask_that_ends_before_the_last_query_is_refused(past, device):
             model(tokens[:, :past], attention_mask=mask[:, :past], past_key_values=cache)
         with pytest.raises(ValueError, match=f"ends at column {SEQLEN - 2}, its queries at {SEQLEN}; an attention_mask has to be as wide"):
             model(tokens[:, past:], attention_mask=mask[:, :-2], past_key_values=cache)
+
+
+@pytest.mark.parametrize("cached", ["dynamic", "static"])
+@pytest.mark.parametrize("columns", [0, 2])
+def test_columns_without_keys_are_left_out_and_said_to_be(columns, cached, notices, device):
+    """As eager leaves them out; without a cache they are refused. A static cache has slots for them."""
+    model, tokens = tiny.model("llama", device=device), tiny.tokens(device)
+    mask = tiny.attention_mask("left", device)
+    as_wide = torch.nn.functional.pad(mask, (0, columns), value=1)
+    make_cache = {"dynamic": DynamicCache, "static": lambda config: StaticCache(config=config, max_cache_len=SEQLEN + 4)}[cached]
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask, past_key_values=make_cache(config=model.config)).logits
+        logits = model(tokens, attention_mask=as_wide, past_key_values=make_cache(config=model.config)).logits
+    assert torch.equal(logits, expected)
+    said = [notice for notice in notices() if "more columns than there are keys" in notice]
+    assert len(said) == (1 if columns and cached == "dynamic" and VERSION >= (5, 0) else 0)
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="Transformers 4 hands the keyword on")
