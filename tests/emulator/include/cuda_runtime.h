@@ -15,6 +15,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
+#define __builtin_assume(condition) ((condition) ? void() : __builtin_trap())
 
 #define threadIdx (::emulator::current->index)
 #define blockIdx (::emulator::current->block_index)
