@@ -251,8 +251,10 @@ def plain(q, k, v) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this runs inside a transform of torch.func: grad, vmap, jvp. Not while compiling, where nobody can ask."""
-    return not tracing.is_compiling() and _transforms() is not None
+    """Whether this runs inside a transform of torch.func that an operation has to know of: grad, vmap, jvp, but not functionalize. Not
+    while compiling, where nobody can ask."""
+    innermost = None if tracing.is_compiling() else _transforms()
+    return innermost is not None and innermost.key() != torch._C._functorch.TransformType.Functionalize
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -343,7 +345,7 @@ class _Dispatched:
         return _DISPATCHED[0](q, k, v, *sequences, *self._numbers)
 
     def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
-        run = backward if torch.is_grad_enabled() else _DISPATCHED[1]  # backward refuses a second derivative, if it comes to that
+        run = backward if _records_gradient() else _DISPATCHED[1]
         if _transforms() is not None:
             run = _AttentionGradient.apply
         return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
@@ -353,6 +355,7 @@ class _AttentionGradient(torch.autograd.Function):
     """backward, with a clear refusal to be differentiated once more."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(_refuse_jvp)
 
     @staticmethod
     def forward(*args):
@@ -381,8 +384,13 @@ def _forward_autograd(*args):
         return _apply_with_lse(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
 
 
+def _records_gradient() -> bool:
+    """Whether derivatives of a gradient may be wanted, which backward refuses if it comes to that; torch.no_grad() ends no forward mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def _backward_autograd(*args):
-    return _AttentionGradient.apply(*args) if torch.is_grad_enabled() else _DISPATCHED[1](*args)
+    return _AttentionGradient.apply(*args) if _records_gradient() else _DISPATCHED[1](*args)
 
 
 def forward_transformed(q, k, v, sequences, numbers):

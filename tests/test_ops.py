@@ -216,6 +216,35 @@ def test_forward_mode_differentiation_is_refused(device):
     assert ops.plain(*(x.detach() for x in (k, k, v)))
 
 
+def test_a_tangent_of_the_gradient_is_refused(device):
+    """One that comes from behind attention, which is not there in its forward."""
+    q, k, v, _ = problem(device)
+    behind = torch.randn(q.shape[-1], q.shape[-1], device=device, dtype=q.dtype)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative.*eager"):
+        out = flash_attn_func(q, k, v) @ forward_ad.make_dual(behind, behind)
+        torch.autograd.grad(out.sum(), q)
+    out = flash_attn_func(q, k, v)  # planned, on a GPU
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative.*eager"):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+    def gradient(behind):
+        return torch.func.grad(lambda q: (flash_attn_func(q, k.detach(), v.detach()) @ behind).sum())(q.detach())
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative.*eager"):
+        torch.func.jvp(gradient, (behind,), (behind,))
+
+
+def test_functionalized(device):
+    q, k, v, _ = problem(device)
+    assert torch.equal(torch.func.functionalize(flash_attn_func)(q, k, v), flash_attn_func(q, k, v))
+
+    def total(q):
+        return torch.func.functionalize(flash_attn_func)(q, k.detach(), v.detach()).sum()
+
+    expected = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)[0]
+    assert torch.equal(torch.func.grad(total)(q.detach()), expected)
+
+
 def test_transforms_of_functions(device):
     """torch.func: gradients of a function, of each sample for one; what there is no derivative for is refused there, too."""
     q, k, v = (torch.randn(3, 2, 5, 2, 16, device=device, dtype=DTYPE) for _ in range(3))
