@@ -248,14 +248,10 @@ def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softca
     if isinstance(scale, torch.Tensor):
         if scale.requires_grad:
             raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
-        if scale.numel() != 1 or (has_known_values(scale) and not bool(scale.isfinite())):
-            raise ValueError(f"softmax_scale must be one number, finite, or None (head_dim ** -0.5), got {scale}")
-    elif scale is None:
-        scale = head_dim**-0.5
-    else:
-        scale = _real(softmax_scale)
-        if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
-            raise ValueError(f"softmax_scale must be a number, finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
+        scale = softmax_scale = scale.item() if scale.numel() == 1 else scale
+    scale = head_dim**-0.5 if scale is None else _real(scale)
+    if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
+        raise ValueError(f"softmax_scale must be a number, one and finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
     if not _is_truth(causal):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     window = [_integer(x) for x in window_size] if isinstance(window_size, (tuple, list)) else []
@@ -361,6 +357,8 @@ def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch:
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
+    if tracing.is_compiling() and cu_seqlens.dim() == 1:
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: f"{name} must be of shape [batch + 1]")  # likewise, as where nonzero() has made it
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{name} must be an int32 tensor of shape [batch + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
@@ -379,6 +377,9 @@ def check_rises(name: str, cu_seqlens: list[int], tokens: int) -> None:
 
 
 def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
+    if tracing.is_compiling() and isinstance(bound, _INTEGERS):
+        torch._check(bound >= 0, lambda: f"{name} must be at least 0")  # no branch: it may come from a tensor, whose values nobody knows
+        return
     if not isinstance(bound, _INTEGERS) or bound < 0 or (type(bound) is int and bound > _MAX_INT32):
         raise ValueError(f"{name} must be an integer, an upper bound of the lengths, at most {_MAX_INT32}, got {bound!r}")
     if has_known_values(cu_seqlens):

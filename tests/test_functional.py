@@ -249,7 +249,7 @@ WRONG = {
     "scale beyond float32": (dense(softmax_scale=1e39), "softmax_scale", "finite", "1e+39"),
     "scale with a gradient": (dense(softmax_scale=torch.ones((), requires_grad=True)), "softmax_scale", "detach"),
     "scale in words": (dense(softmax_scale="x"), "softmax_scale", "a number", "'x'"),
-    "scales": (dense(softmax_scale=torch.ones(4)), "softmax_scale", "one number", "1., 1."),
+    "scales": (dense(softmax_scale=torch.ones(4)), "softmax_scale", "a number, one", "1., 1."),
     "causal in words": (dense(causal="no"), "causal", "True or False", "'no'"),
     "causal for each": (dense(causal=torch.tensor([True, False])), "causal", "True or False", "tensor("),
     "deterministic in words": (dense(deterministic="no"), "deterministic", "True or False", "'no'"),
@@ -404,3 +404,31 @@ def test_an_unknown_family_is_refused(monkeypatch):
 def test_the_module_documents_every_shared_argument():
     for name in TAIL:
         assert name in functional.__doc__ or name == "window_size", name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_lengths_that_a_graph_makes_itself(backend, device):
+    """The longest from cu_seqlens, and these from where documents begin: numbers that nobody knows while compiling."""
+    q, k, v = (x.flatten(0, 1).requires_grad_() for x in qkv(device))
+    starts = torch.zeros(len(q), dtype=torch.bool, device=device)
+    starts[[0, 3, 4]] = True
+
+    def attention(q, k, v, starts):
+        cu_seqlens = torch.nn.functional.pad(starts.nonzero().flatten(), (0, 1), value=len(q)).to(torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        out, expected = torch.compile(attention, backend=backend, fullgraph=True)(q, k, v, starts), attention(q, k, v, starts)
+    assert torch.equal(out, expected)
+    for x, y in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_scale_in_a_tensor_is_read_while_compiling(device):
+    q, k, v = qkv(device)
+    scale = torch.tensor(0.3, device=device)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v, scale: flash_attn_func(q, k, v, softmax_scale=scale), backend="eager")
+    assert torch.equal(compiled(q, k, v, scale), flash_attn_func(q, k, v, softmax_scale=scale.item()))
