@@ -69,7 +69,8 @@ def flash_attn_with_kvcache(
         out [B, Sq, H, Dv], or (out, softmax_lse [B, H, Sq]). A sequence without keys gives out 0 and lse +inf.
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do; rotary_*, cache_batch_idx, cache_leftpad and alibi_slopes,
-            which no kernel has; tensors that require a gradient, outside torch.no_grad().
+            which no kernel has; tensors that require a gradient, outside torch.no_grad(); k and v under torch.func.vmap. With
+            torch.compile(fullgraph=True), caches that are views of one buffer of dynamic shape.
     """
     refused = {
         "rotary_cos": (rotary_cos, "rotate q and k before"), "rotary_sin": (rotary_sin, "rotate q and k before"),
@@ -80,6 +81,11 @@ def flash_attn_with_kvcache(
         if argument is not None:
             raise ValueError(f"{name} is not supported by flash_attn_with_kvcache; {remedy}")
     new = {name: x for name, x in {"k": k, "v": v}.items() if x is not None}
+    if new and ops.is_transformed():
+        raise ValueError(
+            "flash_attn_with_kvcache writes k and v into its cache, which transforms of torch.func (vmap, grad) do not follow; make the "
+            "dimension that vmap takes away part of the batch, or write them into the cache before"
+        )
     _check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache} | new, block_table)
     scale, window, _, softcap = check_numbers(q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if scale <= 0:
@@ -213,6 +219,13 @@ def _append_cpu(k, v, k_cache, v_cache, lengths, block_table):
 
 
 def _append_fake(k, v, k_cache, v_cache, lengths, block_table):
+    for name, cache in {"k_cache": k_cache, "v_cache": v_cache}.items():
+        offset = cache.storage_offset()
+        if isinstance(offset, torch.SymInt) and offset.node.maybe_as_int() is None:
+            raise ValueError(
+                f"{name} is a view that begins at an offset unknown while compiling, {offset}, where torch's inductor writes to another "
+                "place (pytorch/pytorch#198068); allocate k_cache and v_cache one by one, or compile with dynamic=False"
+            )
     return lengths.new_empty(2, lengths.shape[0])
 
 

@@ -271,6 +271,30 @@ def test_a_tangent_is_refused():
             flash_attn_with_kvcache(**arguments | {"q": forward_ad.make_dual(arguments["q"], torch.ones_like(arguments["q"]))})
 
 
+def test_views_at_an_offset_that_a_graph_does_not_know_are_refused():
+    """torch's inductor writes into the first of them then, in silence."""
+    torch.compiler.reset()
+    arguments = {"backend": "eager", "dynamic": True, "fullgraph": True}
+    step = torch.compile(lambda *tensors: flash_attn_with_kvcache(*tensors[:5], cache_seqlens=tensors[5]), **arguments)
+    q, new, lengths = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64), torch.tensor([4, 9], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="v_cache is a view that begins at an offset unknown while compiling"):
+        step(q, *torch.zeros(2, 2, 20, 2, 64).unbind(), new, new, lengths)
+    step(q, torch.zeros(2, 20, 2, 64), torch.zeros(2, 20, 2, 64), new, new, lengths)
+
+
+def test_vmap_of_a_step_that_writes_is_refused():
+    arguments = tensors()
+    q, k, v, k_cache, v_cache = (arguments[name][None] for name in ("q", "k", "v", "k_cache", "v_cache"))
+    lengths, table = arguments["cache_seqlens"], arguments["block_table"]
+
+    def step(q, k_cache, v_cache, k=None, v=None):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table)
+
+    with pytest.raises(ValueError, match="writes k and v into its cache, which transforms of torch.func .* do not follow"):
+        torch.func.vmap(step)(q, k_cache, v_cache, k, v)
+    assert torch.equal(torch.func.vmap(step)(q, k_cache, v_cache)[0], step(q[0], k_cache[0], v_cache[0]))
+
+
 def test_a_cache_is_never_copied(device):
     """One that the kernels cannot read is refused where they would read it."""
     arguments = {name: x.to(device, torch.bfloat16) if x.is_floating_point() else x.to(device) for name, x in tensors().items()}
