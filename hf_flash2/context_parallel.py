@@ -14,7 +14,7 @@ time.
 import bisect
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,10 @@ class Shards(NamedTuple):
                 f"pad sequences to a multiple of {2 * self.size}"
             )
         return tokens // len(self.chunks)
+
+    def least_end(self, tokens: int) -> int:
+        """Where the last chunk ends of the process whose last chunk is the first to end."""
+        return min(max(self.chunks_of(rank)) + 1 for rank in range(self.size)) * self.chunk_tokens(tokens)
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         """int64 [tokens]: which tokens of the sequence this process has."""
@@ -154,6 +158,27 @@ class _Seen(NamedTuple):
 
 
 _seen = WeakTensorKeyDictionary()  # position_ids, cu_seq_lens or the attention_mask of this forward -> _Seen
+
+
+def agree(shards: Shards, part: torch.Size, given: dict[str, bool], looks_packed: bool, device: torch.device) -> bool:
+    """Whether rows look packed to any process. Before anything that only some of them might refuse, or whose collectives would not fit
+    together. Synchronises.
+
+    Args:
+        part: (rows, tokens) of this process.
+        given: what it has been given, by name.
+    Raises:
+        ValueError: in every process alike: these are not the same everywhere.
+    """
+    mine = torch.tensor([*part, *given.values(), looks_packed], dtype=torch.int64, device=device)
+    (all_facts,) = _gather_by_rank(shards, mine)
+    *parts, packed = all_facts.T.tolist()
+    for what, found in zip(("rows", "tokens", *given), parts, strict=True):
+        if len(set(found)) > 1:
+            advice = f"pad sequences to a multiple of {2 * shards.size}" if what == "tokens" else "call the model alike in all of them"
+            name = what if what in ("rows", "tokens") else f"whether there is {what}, 1 or 0,"
+            raise ValueError(f"under context parallelism {name} of a part must be the same in every process, got {found}; {advice}")
+    return any(packed)
 
 
 def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: Documents | None = None) -> Documents | None:
@@ -261,9 +286,9 @@ def documents_of_mask(shards: Shards, attention_mask: torch.Tensor, real: torch.
     return documents
 
 
-def was_cut(position_ids: torch.Tensor | None) -> bool:
-    """Whether `documents_of_positions` has seen this tensor as it is now."""
-    return _known(position_ids) is not None
+def was_seen(x: torch.Tensor | None) -> bool:
+    """Whether a function above has seen this tensor as it is now: position_ids, an attention_mask or cu_seq_lens."""
+    return _known(x) is not None
 
 
 def is_of_more(cu_seqlens: torch.Tensor | None, tokens: int) -> bool:
@@ -276,7 +301,8 @@ def _known(x: torch.Tensor | None) -> _Seen | None:
     if not _seen or not isinstance(x, torch.Tensor):
         return None
     known: _Seen | None = _seen.get(x)
-    return known if known is not None and known.version == version_of(x) else None
+    version = version_of(x)  # without one it may have been changed since: to be looked at in every layer
+    return known if known is not None and version is not None and known.version == version else None
 
 
 def version_of(x: torch.Tensor) -> int | None:
@@ -366,17 +392,23 @@ class _Gather(torch.autograd.Function):
 
 def _gather(shards: Shards, *parts: torch.Tensor) -> list[torch.Tensor]:
     """[B, S / n, ...] -> [B, S, ...]"""
+    wholes = []
+    for whole in _gather_by_rank(shards, *parts):
+        chunks = dict(zip(shards.order, (chunk for part in whole for chunk in part.chunk(len(shards.chunks), 1)), strict=True))
+        wholes.append(torch.cat([chunks[number] for number in range(len(chunks))], 1))
+    return wholes
+
+
+def _gather_by_rank(shards: Shards, *parts: torch.Tensor) -> Iterator[torch.Tensor]:
+    """[...] -> [n, ...], one after another as they have come."""
     all_gather = _collective("all_gather_single", "all_gather_into_tensor")
     gathered = [part.new_empty((shards.size, *part.shape)) for part in parts]
     work = [
         all_gather(whole.flatten(0, 1), part.contiguous(), shards.group, async_op=True) for whole, part in zip(gathered, parts, strict=True)
     ]
-    wholes = []
     for whole, pending in zip(gathered, work, strict=True):
         pending.wait()
-        chunks = dict(zip(shards.order, (chunk for part in whole for chunk in part.chunk(len(shards.chunks), 1)), strict=True))
-        wholes.append(torch.cat([chunks[number] for number in range(len(chunks))], 1))
-    return wholes
+        yield whole
 
 
 def _add_up(shape: torch.Size, spans: list[_Span], gradients: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -34,6 +34,7 @@ from .masks import (
     window_of,
 )
 from .notices import is_strict, notice, record, record_backend
+from .shareable import reason_not_shareable, reason_rotations_differ
 from .support import reason_unsupported
 
 # Keyword arguments that reach every layer and change nothing about attention. Unknown ones are refused: they may.
@@ -201,7 +202,7 @@ def _attend_whole(
 ) -> torch.Tensor:
     """Of sequences that are here as a whole, by our kernels or, with the reason said, by SDPA."""
     if not tracing.is_compiling() and (
-        context_parallel.was_cut(kwargs.get("position_ids"))
+        context_parallel.was_seen(kwargs.get("position_ids"))
         or context_parallel.is_of_more(kwargs.get("cu_seq_lens_q"), q.shape[:2].numel())
     ):
         raise ValueError(
@@ -251,8 +252,18 @@ def _check_shards(
     position_ids, cu_seqlens = kwargs.get("position_ids"), _given_cu_seqlens(kwargs)
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
     masked = attention_mask is not None and attention_mask.dim() == 2
+    reason = reason_not_shareable(module)
+    if (
+        cu_seqlens is None and not checkable and not (causal and getattr(module, "is_causal", True))
+    ):  # accelerate tells every self_attn True
+        reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
+    if reason is not None:  # before anything that other processes would have to take part in
+        raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
     # Of documents, also where positions only jump, from one chunk to the next.
-    looks_packed = attention_mask is not None and holds_documents(attention_mask)
+    of_documents = looks_packed = attention_mask is not None and holds_documents(attention_mask)
+    if not context_parallel.was_seen(attention_mask if masked else position_ids if cu_seqlens is None else cu_seqlens[0]):
+        given = {"an attention_mask": masked, "cu_seq_lens_q": cu_seqlens is not None, "position_ids": checkable}
+        looks_packed = context_parallel.agree(shards, q.shape[:2], given, looks_packed, q.device)
     padded = None
     if masked:
         real = Sequences.read(attention_mask, q.shape[1], q.shape[1]).key_mask
@@ -263,8 +274,6 @@ def _check_shards(
         reason = "attention_mask has padding, and cu_seq_lens_q/k say where documents are; pass one of the two"
     elif cu_seqlens is not None:
         documents = context_parallel.documents_of_cu_seqlens(shards, *cu_seqlens, *q.shape[:2])
-    elif not checkable and not (causal and getattr(module, "is_causal", True)):  # accelerate says is_causal=True to every self_attn
-        reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
     elif masked:
         if documents is not None:
             reason = (
@@ -276,10 +285,18 @@ def _check_shards(
             "position_ids look as if there were several documents in a row; if so, pass cu_seq_lens_q and cu_seq_lens_k of the whole "
             "rows, if not, an attention_mask of ones, cut as they are"
         )
-    if not (attention_mask is None or masked or looks_packed):
+    if not (attention_mask is None or masked or of_documents):
         reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
+    if reason is None:
+        fewest = shards.least_end(q.shape[1]) if documents is None else 0
+        reason = reason_rotations_differ(getattr(module, "config", None), fewest, q.shape[1] * shards.size)
     if reason is not None:
         raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
+    if not checkable:
+        notice(
+            f"hf_flash2: {type(module).__name__} is not told its position_ids, so under context parallelism nothing checks that its model "
+            "was: without those of the whole rows, cut as input_ids are, each process numbers its tokens from 0"
+        )
     return documents
 
 

@@ -10,10 +10,11 @@ import textwrap
 from collections.abc import Collection
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..masks import leaves_window_to_mask
+from ..shareable import rope_parameters
 from .binding import LAYER
 
 CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since
@@ -78,11 +79,6 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The base model, inside FullyShardedDataParallel where that wraps it by itself."""
     return getattr(model.base_model, "_fsdp_wrapped_module", model.base_model)
-
-
-def rope_parameters(config: PretrainedConfig) -> dict:
-    """How a config rotates positions, under the name of Transformers 5 or of 4: one description, or one for each type of layer."""
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def _is_above(module: nn.Module, attention_layers: Collection[nn.Module]) -> bool:

@@ -21,15 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import context_parallel, ops, packing
 from ..interface import hf_flash2_attention
 from ..notices import CALLS, NAME
+from ..shareable import rotates_by_length
 from .binding import by_name, upstream
-from .contract import CACHES, rope_parameters
+from .contract import CACHES
 
 PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -159,16 +160,9 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     window = getattr(module.config, "sliding_window", None)
     if holes and window is not None and window < seqlen:
         return "with padding inside a row, under a sliding window"
-    if not last and _rotates_by_length(module.config):
+    if not last and rotates_by_length(module.config):
         return "with columns of padding at the end, where positions are rotated by their number"
     return Packing(*packing.token_indices(mask, lengths), longest, batch, seqlen)
-
-
-def _rotates_by_length(config: PretrainedConfig) -> bool:
-    """Whether the rotary angles depend on the largest position of a batch, which is that of the last column, padding or not."""
-    rope = rope_parameters(config)
-    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
-    return any(kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope") for kind in kinds)
 
 
 def wants_router_logits(model: PreTrainedModel, inputs: dict) -> bool:

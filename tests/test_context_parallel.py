@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as theirs
 
 import hf_flash2
-from hf_flash2 import context_parallel, flash_attn_func, interface, registration
+from hf_flash2 import context_parallel, flash_attn_func, interface, registration, shareable
 from hf_flash2.context_parallel import Shards
 
 SEQLEN = 24  # a multiple of twice 2 and twice 3 processes
@@ -293,6 +293,14 @@ def refusals_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="count from 0 to 4 in each of 2 processes, as if they had not been cut"):
         context_parallel.documents_of_positions(shards._replace(balanced=False), torch.arange(5).expand(3, -1))
 
+    rotation = "rope_parameters" if tiny_models.VERSION >= (5, 0) else "rope_scaling"
+    before, longest = getattr(model.config, rotation), model.config.max_position_embeddings
+    setattr(model.config, rotation, {"rope_type": "dynamic", "factor": 2.0})
+    model.config.max_position_embeddings = SEQLEN - 1
+    refused("rotated by the largest of a forward .rope_type dynamic., which processes have on both sides of 23", lambda x: None)
+    setattr(model.config, rotation, before)
+    model.config.max_position_embeddings = longest
+
     # Layers that run again in a backward outside would see their own part alone.
     model.gradient_checkpointing_enable()
     given = batch()
@@ -301,6 +309,53 @@ def refusals_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="outside of context_parallel, where the others cannot be reached; backward belongs inside"):
         loss.backward()
     model(**batch(), use_cache=False).loss.backward()  # whole sequences again
+
+
+def test_what_processes_have_to_agree_on(tmp_path):
+    ranks.run("test_context_parallel", "agreement_rank", tmp_path)
+
+
+def agreement_rank(rank: int, folder: str) -> None:
+    """Where one of them would refuse what the others would take, or their collectives would not fit together, all of them refuse."""
+    model = tiny_models.model("llama", "hf_flash2").eval()
+
+    def refused(match: str, model, given: dict[str, torch.Tensor]) -> None:
+        with sharing(given), pytest.raises(ValueError, match=match):
+            model(**given, use_cache=False)
+
+    odd = {name: x[:, : SEQLEN - 1].contiguous() for name, x in batch().items() if name in ("input_ids", "position_ids")}
+    refused(r"tokens of a part must be the same in every process, got \[12, 11\]; pad sequences to a multiple of 4", model, odd)
+    without = {name: x for name, x in batch().items() if name != "attention_mask" or rank == 0}
+    refused(r"whether there is an attention_mask, 1 or 0, of a part must be the same in every process, got \[1, 0\]", model, without)
+    # Its layers are not told position_ids, which jump in the part of the first process alone.
+    if hasattr(transformers, "GPTBigCodeForCausalLM") and tiny_models.VERSION >= (5, 0):
+        sizes = {"vocab_size": tiny_models.VOCABULARY, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+        config = transformers.GPTBigCodeConfig(**sizes)
+        blind = transformers.GPTBigCodeForCausalLM._from_config(config, attn_implementation="hf_flash2").eval()
+        one_row = {name: batch()[name][:1].clone() for name in ("input_ids", "position_ids")}
+        refused("position_ids look as if there were several documents", blind, one_row)
+        masked = one_row | {"input_ids": batch()["input_ids"][:1].clone(), "position_ids": torch.arange(SEQLEN)[None]}
+        masked["attention_mask"] = torch.ones_like(masked["input_ids"])
+        with sharing(masked), torch.no_grad():
+            blind(**masked, use_cache=False)
+
+
+def test_tensors_of_inference_mode_are_looked_at_in_every_forward(tmp_path):
+    """As nothing counts how often they have been changed."""
+    ranks.run("test_context_parallel", "inference_rank", tmp_path)
+
+
+@torch.inference_mode()
+def inference_rank(rank: int, folder: str) -> None:
+    model = tiny_models.model("llama", "hf_flash2").eval()
+    ids, positions = batch()["input_ids"][:1], torch.empty(1, SEQLEN, dtype=torch.int64)
+    mine = Shards(dist.group.WORLD, rank, 2, True).positions(SEQLEN // 2, torch.device("cpu"))
+    for documents in ([SEQLEN], [7, SEQLEN - 7]):
+        given = {"input_ids": ids.clone(), "position_ids": positions.copy_(torch.cat([torch.arange(n) for n in documents])[None])}
+        expected = model(**{name: x.clone() for name, x in given.items()}, use_cache=False).logits
+        with sharing(given, restored=True):
+            torch.testing.assert_close(model(**given, use_cache=False).logits, expected[:, mine], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**given, use_cache=False).logits, expected)  # of the same tensors, whole again
 
 
 def test_one_row_without_a_mask_is_no_row_of_documents(tmp_path):
@@ -317,6 +372,57 @@ def one_row_rank(rank: int, folder: str) -> None:
         with sharing(given, restored=True):
             torch.testing.assert_close(model(**given, use_cache=False).logits, expected[:, mine], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(model(**given, use_cache=False).logits, expected)  # of the same tensors, whole again
+
+
+_HYBRID = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, arguments, reason",
+    [
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers beside attention that mix tokens"),
+        ("Lfm2", {"layer_types": ["full_attention", "full_attention"]}, None),
+        ("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "layers beside attention that mix tokens"),
+        ("Qwen2", {}, None),
+        ("Bart", {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4}, "its model takes no position_ids"),
+    ],
+)
+def test_models_that_share_more_than_attention_are_refused(family, arguments, reason):
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"this Transformers has no {family}")
+    config = getattr(transformers, f"{family}Config")(**(_HYBRID if family != "Bart" else {}) | arguments)
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="hf_flash2")
+    layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    assert layers
+    for layer in layers:
+        found = shareable.reason_not_shareable(layer)
+        assert found is None if reason is None else reason in found
+    if reason is not None:
+        q = torch.randn(1, 12, 2, 16)
+        with pytest.raises(ValueError, match=f"cannot run under context parallelism: .*{reason}"):
+            interface._check_shards(layers[0], Shards(None, 0, 2, True), q, q, None, True, {})
+
+
+def test_rotations_by_length_have_to_be_those_of_all_processes():
+    """Of LongRoPE all on one side of its limit; of dynamic NTK, which goes on behind it, all before it."""
+
+    def reason(rope: dict, least_tokens: int, tokens: int, **config) -> str | None:
+        return shareable.reason_rotations_differ(types.SimpleNamespace(rope_parameters=rope, **config), least_tokens, tokens)
+
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    assert reason(longrope, 12, 16) is None and reason(longrope, 17, 24) is None
+    assert "rope_type longrope" in reason(longrope, 16, 24) and "rope_type longrope" in reason({"full_attention": longrope}, 0, 17)
+    dynamic = {"rope_type": "dynamic"}
+    assert reason(dynamic, 12, 16, max_position_embeddings=16) is None
+    assert "both sides of 16" in reason(dynamic, 20, 24, max_position_embeddings=16)
+    assert reason({"rope_type": "yarn"}, 12, 24, max_position_embeddings=16) is None
+    for balanced, least in ((True, 15), (False, 6)):  # of 4 processes with 6 tokens each
+        shards = Shards(None, 0, 4, balanced)
+        parts = [shards._replace(rank=rank).positions(6, torch.device("cpu")) for rank in range(4)]
+        assert shards.least_end(6) == min(int(part.max()) + 1 for part in parts) == least
 
 
 # ----------------------------------------------------------------------------------------------------------------------- how it is found
@@ -384,9 +490,9 @@ def test_cu_seq_lens_that_are_not_those_of_whole_rows_are_refused(bounds):
 def test_positions_that_have_changed_are_looked_at_anew(monkeypatch):
     monkeypatch.setattr(context_parallel, "_gather", lambda shards, x: (x,))
     shards, positions = Shards(None, 0, 1, True), torch.arange(8)[None]
-    assert context_parallel.documents_of_positions(shards, positions) is None and context_parallel.was_cut(positions)
+    assert context_parallel.documents_of_positions(shards, positions) is None and context_parallel.was_seen(positions)
     positions[:, 4:] -= 4
-    assert not context_parallel.was_cut(positions)
+    assert not context_parallel.was_seen(positions)
     assert context_parallel.documents_of_positions(shards, positions).starts == [[0, 4]]
 
 
@@ -477,8 +583,9 @@ def test_accelerate_leaves_masks_and_windows_to_us():
     assert hooks(sdpa) > 0
 
 
-def test_a_mask_of_documents_counts_where_positions_cannot_be_seen():
+def test_a_mask_of_documents_counts_where_positions_cannot_be_seen(monkeypatch):
     """Layers of GPT-2 are not given the position_ids that its masks were made from."""
+    monkeypatch.setattr(context_parallel, "agree", lambda shards, part, given, looks_packed, device: looks_packed)
     q = torch.randn(1, 12, 2, 16)
     documents = torch.ones(1, 2, 12, dtype=torch.uint8)
     with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k of the whole rows, if not, an attention_mask of ones"):
@@ -507,5 +614,6 @@ def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut(monkeypatch
         with pytest.raises(ValueError, match="its tokens may not be cut"):
             interface._check_shards(module, shards, q, q, None, causal, {})
     shown = {"position_ids": shards.positions(12, q.device).unsqueeze(0)}
+    monkeypatch.setattr(context_parallel, "agree", lambda *_: False)
     monkeypatch.setattr(context_parallel, "_gather", lambda *_: [torch.arange(24).unsqueeze(0)])  # what two processes would bring together
     interface._check_shards(torch.nn.Identity(), shards, q, q, None, False, shown)

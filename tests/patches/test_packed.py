@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import hf_flash2
-from hf_flash2 import kernels, notices
+from hf_flash2 import kernels, notices, shareable
 from hf_flash2.interface import hf_flash2_attention
 
 PADDINGS = (*small_models.PADDINGS, "empty row")
@@ -1094,7 +1094,7 @@ def test_angles_of_any_type_of_layer_count():
         ({"type": "longrope"}, True),
         (None, False),
     ):
-        assert packed._rotates_by_length(types.SimpleNamespace(rope_scaling=rope)) is depends
+        assert shareable.rotates_by_length(types.SimpleNamespace(rope_scaling=rope)) is depends
 
 
 @pytest.mark.parametrize("name", PACKABLE)

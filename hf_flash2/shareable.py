@@ -1,0 +1,81 @@
+"""Which models may share sequences among processes, as far as a layer shows it: by its config, and the source of its model."""
+
+import functools
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+
+from .masks import source_of
+
+_MIXERS = re.compile("linear|conv|mamba|recurrent|hybrid")  # in the names of types of layers
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+
+
+def reason_not_shareable(module: torch.nn.Module) -> str | None:
+    """Why results would be wrong where each process has a part of every sequence, whatever attention does; None where nothing shows it."""
+    if _mixes_tokens(getattr(module, "config", None), type(module)):
+        return (
+            "its model has layers beside attention that mix tokens (convolutions, state spaces, linear attention), and would see those of "
+            "one process alone"
+        )
+    if _numbers_tokens_itself(type(module)):
+        return "its model takes no position_ids, and numbers the tokens of each process from 0"
+    return None
+
+
+def reason_rotations_differ(config: Any, fewest: int, most: int) -> str | None:
+    """Why processes would rotate the same positions by different angles, which some models make of the largest position of a forward.
+
+    Args:
+        fewest, most: the least that largest positions of processes may be, and the most, plus 1.
+    """
+    for rope in _rotations(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        limit = getattr(config, "max_position_embeddings", 0)
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or limit
+        if (kind == "longrope" and fewest <= limit < most) or (kind == "dynamic" and limit < most):
+            return (
+                f"its positions are rotated by the largest of a forward (rope_type {kind}), which processes have on both sides of {limit}; "
+                "use sequences of other lengths, one in a row, or another rope_type"
+            )
+    return None
+
+
+def rotates_by_length(config: Any) -> bool:
+    """Whether the rotary angles depend on the largest position of a batch, which is that of the last column, padding or not."""
+    return any(rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope") for rope in _rotations(config))
+
+
+def rope_parameters(config: Any) -> dict:
+    """How a config rotates positions, under the name of Transformers 5 or of 4: one description, or one for each type of layer."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _rotations(config: Any) -> list[dict]:
+    rope = rope_parameters(config)
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+
+
+def _mixes_tokens(config: Any, layer_class: type) -> bool:
+    for name in ("layer_types", "layers_block_type", "block_types"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, (list, tuple)) and kinds:
+            return any(_MIXERS.search(str(kind)) for kind in kinds)
+    return _has_state_spaces(layer_class)
+
+
+@functools.cache
+def _has_state_spaces(layer_class: type) -> bool:
+    return "causal_conv1d" in source_of(layer_class.__module__)
+
+
+@functools.cache
+def _numbers_tokens_itself(layer_class: type) -> bool:
+    """As decoders of encoder-decoders do, Bart's for one."""
+    models = vars(sys.modules.get(layer_class.__module__, object)).items()
+    decoders = [model for name, model in models if name.endswith(_DECODERS) and getattr(model, "__module__", "") == layer_class.__module__]
+    return bool(decoders) and not any("position_ids" in inspect.signature(model.forward).parameters for model in decoders)
