@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--seqlen", type=_seqlen, default=96, help=f"length of the longest sequence, at least {MIN_SEQLEN} (default 96)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -148,6 +148,12 @@ def _device(text: str) -> str:
 def _seqlen(text: str) -> int:
     if not text.isdecimal() or int(text) < MIN_SEQLEN:
         raise argparse.ArgumentTypeError(f"must be a number from {MIN_SEQLEN} on, got {text!r}: fewer tokens do not show what is normal")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
 
 

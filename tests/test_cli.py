@@ -49,6 +49,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         *((["parity", "--seqlen", n], f"--seqlen: must be a number from 32 on, got '{n}'") for n in ("31", "1", "0", "-3", "x")),
         (["parity", "--device", "foo"], "--device: must be cpu, cuda or cuda:N, got 'foo'"),
         (["parity", "--device", "meta"], "--device: must be cpu, cuda or cuda:N, got 'meta'"),
+        *((["parity", "--seed", n], f"--seed: must be a number from 0 to 2**63 - 1, got '{n}'") for n in (str(2**63), "-1", "x")),
         (["bench", "train", "--turns", "0"], "--turns: must be a number from 1 on, got '0'"),
         (["bench", "train", "--steps", "-1"], "--steps: must be a number from 1 on, got '-1'"),
         (["bench", "attention", "--seqlen", "512", "0"], "--seqlen: must be a number from 1 on, got '0'"),
