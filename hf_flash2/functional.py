@@ -33,6 +33,7 @@ import operator
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from . import native, ops, tracing
 from .support import HEAD_DIM_MULTIPLE, reason_unsupported
@@ -246,12 +247,12 @@ def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softca
     if p is None or not 0.0 <= p < 1.0:
         raise ValueError(f"dropout_p must be a number, at least 0 and below 1, got {dropout_p!r}")
     if isinstance(scale, torch.Tensor):
-        if scale.requires_grad:
+        if scale.requires_grad or has_tangent(scale):
             raise ValueError("softmax_scale gets no gradient, got a tensor that requires one; detach it, or multiply q with it")
         scale = softmax_scale = scale.item() if scale.numel() == 1 else scale
     scale = head_dim**-0.5 if scale is None else _real(scale)
     if scale is None or not -_MAX_FLOAT32 <= scale <= _MAX_FLOAT32:
-        raise ValueError(f"softmax_scale must be a number, one and finite, or None (head_dim ** -0.5), got {softmax_scale!r}")
+        raise ValueError(f"softmax_scale must be one finite number, or None (head_dim ** -0.5), got {softmax_scale!r}")
     if not _is_truth(causal):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     window = [_integer(x) for x in window_size] if isinstance(window_size, (tuple, list)) else []
@@ -358,7 +359,7 @@ def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch:
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
     if tracing.is_compiling() and cu_seqlens.dim() == 1:
-        torch._check(cu_seqlens.shape[0] >= 2, lambda: f"{name} must be of shape [batch + 1]")  # likewise, as where nonzero() has made it
+        torch._check(cu_seqlens.shape[0] >= 2)  # likewise, as where nonzero() has made it
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{name} must be an int32 tensor of shape [batch + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
@@ -378,7 +379,7 @@ def check_rises(name: str, cu_seqlens: list[int], tokens: int) -> None:
 
 def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
     if tracing.is_compiling() and isinstance(bound, _INTEGERS):
-        torch._check(bound >= 0, lambda: f"{name} must be at least 0")  # no branch: it may come from a tensor, whose values nobody knows
+        torch._check(bound >= 0)  # no branch: it may come from a tensor, whose values nobody knows. No message: torch.export traces none
         return
     if not isinstance(bound, _INTEGERS) or bound < 0 or (type(bound) is int and bound > _MAX_INT32):
         raise ValueError(f"{name} must be an integer, an upper bound of the lengths, at most {_MAX_INT32}, got {bound!r}")
@@ -387,6 +388,11 @@ def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
         longest = max(b - a for a, b in zip(values, values[1:], strict=False))
         if longest > bound:
             raise ValueError(f"{name} must be at least the longest sequence, {longest}, got {bound}")
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows it, which torch.no_grad() does not end."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def has_known_values(x: torch.Tensor) -> bool:

@@ -9,10 +9,9 @@ arXiv 2309.06180.
 import numbers
 
 import torch
-from torch.autograd import forward_ad
 
 from . import kernels, ops, reference, tracing
-from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func, has_known_values
+from .functional import cast_sinks, check_are_tensors, check_numbers, check_sinks, flash_attn_ranges_func, has_known_values, has_tangent
 from .support import HEAD_DIM_MULTIPLE, PAGE_MULTIPLE
 
 _library = torch.library.Library("hf_flash2", "FRAGMENT")
@@ -70,7 +69,8 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do; rotary_*, cache_batch_idx, cache_leftpad and alibi_slopes,
             which no kernel has; tensors that require a gradient, outside torch.no_grad(); k and v under torch.func.vmap. With
-            torch.compile(fullgraph=True), caches that are views of one buffer of dynamic shape.
+            torch.compile(fullgraph=True), k_cache and v_cache that are views of one buffer, once its shape is dynamic (by default, that
+            is from the second one on).
     """
     refused = {
         "rotary_cos": (rotary_cos, "rotate q and k before"), "rotary_sin": (rotary_sin, "rotate q and k before"),
@@ -163,7 +163,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], block_table: torch.Tensor |
 def _check_takes_no_gradient(name: str, x: torch.Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"flash_attn_with_kvcache has no gradient, and {name} requires one; call it under torch.no_grad()")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if has_tangent(x):
         raise ValueError(f"flash_attn_with_kvcache has no derivative, and {name} has a tangent; unpack it before")
 
 
@@ -219,13 +219,14 @@ def _append_cpu(k, v, k_cache, v_cache, lengths, block_table):
 
 
 def _append_fake(k, v, k_cache, v_cache, lengths, block_table):
-    for name, cache in {"k_cache": k_cache, "v_cache": v_cache}.items():
-        offset = cache.storage_offset()
-        if isinstance(offset, torch.SymInt) and offset.node.maybe_as_int() is None:
-            raise ValueError(
-                f"{name} is a view that begins at an offset unknown while compiling, {offset}, where torch's inductor writes to another "
-                "place (pytorch/pytorch#198068); allocate k_cache and v_cache one by one, or compile with dynamic=False"
-            )
+    offsets = {"k_cache": k_cache.storage_offset(), "v_cache": v_cache.storage_offset()}
+    unknown = [name for name, x in offsets.items() if isinstance(x, torch.SymInt) and x.node.maybe_as_int() is None]
+    if unknown and k_cache.untyped_storage()._cdata == v_cache.untyped_storage()._cdata:
+        raise ValueError(
+            f"k_cache and v_cache are views of one buffer, and {unknown[-1]} begins at an offset unknown while compiling, "
+            f"{offsets[unknown[-1]]}, where torch's inductor writes to another place (pytorch/pytorch#198068); allocate the two apart, or "
+            "compile with dynamic=False"
+        )
     return lengths.new_empty(2, lengths.shape[0])
 
 

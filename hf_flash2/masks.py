@@ -214,7 +214,8 @@ def hf_flash2_mask(
     else:
         if pattern.causal and not isinstance(q_offset, torch.Tensor):
             _check_reaches_queries(attention_mask.shape[1], kv_length, q_offset + q_length)
-            _notice_columns_without_keys(attention_mask.shape[1], kv_length, kv_offset + kv_length)
+            if kv_offset + kv_length == q_offset + q_length:  # a dynamic cache: keys end with the queries
+                _notice_columns_without_keys(attention_mask.shape[1], kv_length, kv_offset + kv_length)
         key_mask = _real_keys(attention_mask, kv_length, kv_offset)
     if not empty_slots:
         # Not the tensor itself: it would hold itself, and only the garbage collector would free it.

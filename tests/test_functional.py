@@ -248,8 +248,8 @@ WRONG = {
     "scale of numpy": (dense(softmax_scale=np.float32(math.inf)), "softmax_scale", "finite", "inf"),
     "scale beyond float32": (dense(softmax_scale=1e39), "softmax_scale", "finite", "1e+39"),
     "scale with a gradient": (dense(softmax_scale=torch.ones((), requires_grad=True)), "softmax_scale", "detach"),
-    "scale in words": (dense(softmax_scale="x"), "softmax_scale", "a number", "'x'"),
-    "scales": (dense(softmax_scale=torch.ones(4)), "softmax_scale", "a number, one", "1., 1."),
+    "scale in words": (dense(softmax_scale="x"), "softmax_scale", "one finite number", "'x'"),
+    "scales": (dense(softmax_scale=torch.ones(4)), "softmax_scale", "one finite number", "1., 1."),
     "causal in words": (dense(causal="no"), "causal", "True or False", "'no'"),
     "causal for each": (dense(causal=torch.tensor([True, False])), "causal", "True or False", "tensor("),
     "deterministic in words": (dense(deterministic="no"), "deterministic", "True or False", "'no'"),
@@ -424,6 +424,35 @@ def test_lengths_that_a_graph_makes_itself(backend, device):
     assert torch.equal(out, expected)
     for x, y in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("dynamic", ["bound", "cu_seqlens", "tokens"])
+def test_lengths_are_exported(dynamic, strict, device):
+    """A bound as an input, one of the tokens there are, and more sequences than in the example."""
+    dim = torch.export.Dim
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, cu_seqlens, bound):
+            bound = q.shape[0] if dynamic == "tokens" else bound
+            return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, bound, bound, causal=True)
+
+    q, k, v = (x.flatten(0, 1) for x in qkv(device))
+    cu_seqlens = torch.tensor([0, 3, 5, len(q)], dtype=torch.int32, device=device)
+    tokens, batch = (
+        ({0: dim("tokens", min=4)} if dynamic == "tokens" else None),
+        ({0: dim("batch", min=3)} if dynamic == "cu_seqlens" else None),
+    )
+    shapes = {"q": tokens, "k": tokens, "v": tokens, "cu_seqlens": batch, "bound": dim.DYNAMIC if dynamic == "bound" else None}
+    exported = torch.export.export(Attention(), (q, k, v, cu_seqlens, 9), dynamic_shapes=shapes, strict=strict).module()
+    assert torch.equal(exported(q, k, v, cu_seqlens, 9), Attention()(q, k, v, cu_seqlens, 9))
+
+
+def test_a_tangent_of_the_scale_is_refused(device):
+    q, k, v = qkv(device)
+    scale = torch.tensor(0.3, device=device)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="softmax_scale gets no gradient"):
+        flash_attn_func(q, k, v, softmax_scale=torch.autograd.forward_ad.make_dual(scale, scale))
 
 
 def test_a_scale_in_a_tensor_is_read_while_compiling(device):
