@@ -14,8 +14,10 @@ time.
 import bisect
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -57,10 +59,6 @@ class Shards(NamedTuple):
                 f"pad sequences to a multiple of {2 * self.size}"
             )
         return tokens // len(self.chunks)
-
-    def least_end(self, tokens: int) -> int:
-        """Where the last chunk ends of the process whose last chunk is the first to end."""
-        return min(max(self.chunks_of(rank)) + 1 for rank in range(self.size)) * self.chunk_tokens(tokens)
 
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         """int64 [tokens]: which tokens of the sequence this process has."""
@@ -155,45 +153,83 @@ class _Seen(NamedTuple):
     documents: Documents | None
     version: int | None
     tokens: int  # of the whole rows
+    largest: list[int]  # position of each process; of position_ids
 
 
-_seen = WeakTensorKeyDictionary()  # position_ids, cu_seq_lens or the attention_mask of this forward -> _Seen
+_seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward -> _Seen
 
 
-def agree(shards: Shards, part: torch.Size, given: dict[str, bool], looks_packed: bool, device: torch.device) -> bool:
-    """Whether rows look packed to any process. Before anything that only some of them might refuse, or whose collectives would not fit
-    together. Synchronises.
+class Forward:
+    """What processes have found out together for the layers of one forward of a model: its documents."""
+
+    def __init__(self, documents: Documents | None, position_ids: object, masked: "Agreement"):
+        self.documents = documents
+        self._of_masks = masked.all_masked
+        self._layers: WeakSet[torch.nn.Module] = WeakSet()
+        self._masks: list[weakref.ref] = []
+        self._positions = None if position_ids is None else weakref.ref(position_ids)
+        self._version = version_of(position_ids) if isinstance(position_ids, torch.Tensor) else None
+
+    def covers(self, module: torch.nn.Module, position_ids: object, mask: torch.Tensor | None) -> bool:
+        """Whether a layer belongs to it, as every process finds alike: one that comes again does not, nor one with other position_ids, nor,
+        where all have masks, one with a mask that none had before. (What only some are given must not count.)"""
+        if module in self._layers or position_ids is not (None if self._positions is None else self._positions()):
+            return False
+        if isinstance(position_ids, torch.Tensor) and self._version != version_of(position_ids):
+            return False
+        return not self._of_masks or any(known() is mask for known in self._masks)
+
+    def add(self, module: torch.nn.Module, mask: torch.Tensor | None) -> None:
+        self._layers.add(module)
+        if mask is not None and not any(known() is mask for known in self._masks):
+            self._masks.append(weakref.ref(mask))
+
+    def keep_masks_of(self, before: "Forward") -> None:
+        """Layers of two kinds have a mask each, in turn."""
+        self._masks = [known for known in before._masks if known() is not None]
+
+
+forwards: dict[int, Forward] = {}  # id of a config, which the layers of a model share -> the last one
+
+
+class Agreement(NamedTuple):
+    """Of what processes have been given."""
+
+    any_masked: bool
+    all_masked: bool
+    looks_packed: bool  # to any
+
+
+def agree(shards: Shards, part: torch.Size, given: dict[str, bool], masked: bool, looks_packed: bool, device: torch.device) -> Agreement:
+    """Before anything that only some processes might refuse, or whose collectives would not fit together. Synchronises.
 
     Args:
         part: (rows, tokens) of this process.
-        given: what it has been given, by name.
+        given: what it has been given, by name, and all others have to be.
     Raises:
-        ValueError: in every process alike: these are not the same everywhere.
+        ValueError: in every process alike: parts or what is given are not the same everywhere.
     """
-    mine = torch.tensor([*part, *given.values(), looks_packed], dtype=torch.int64, device=device)
+    mine = torch.tensor([*part, *given.values(), masked, looks_packed], dtype=torch.int64, device=device)
     (all_facts,) = _gather_by_rank(shards, mine)
-    *parts, packed = all_facts.T.tolist()
+    *parts, all_masked, packed = all_facts.T.tolist()
     for what, found in zip(("rows", "tokens", *given), parts, strict=True):
         if len(set(found)) > 1:
             advice = f"pad sequences to a multiple of {2 * shards.size}" if what == "tokens" else "call the model alike in all of them"
             name = what if what in ("rows", "tokens") else f"whether there is {what}, 1 or 0,"
             raise ValueError(f"under context parallelism {name} of a part must be the same in every process, got {found}; {advice}")
-    return any(packed)
+    return Agreement(any(all_masked), all(all_masked), any(packed))
 
 
 def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: Documents | None = None) -> Documents | None:
     """The documents of whole rows, from position_ids [B, tokens] that were cut as the tokens are; None if each row is one sequence. Brings
-    those of all processes together and synchronises, once per forward.
+    those of all processes together and synchronises.
 
     Args:
         padded: what the attention_mask says of padding. Its positions may be anything, and the first real one, too.
     Raises:
         ValueError: in every process alike: they were not cut, or are not 0, 1, 2, ... of each document; or the tokens make no whole chunks.
     """
-    known = _known(position_ids)
-    if known is not None:
-        return known.documents
-    shards.chunk_tokens(position_ids.shape[1])
+    length = shards.chunk_tokens(position_ids.shape[1])
     (whole,) = _gather(shards, position_ids.to(torch.int64))
     rows, size = whole.shape
     reals = [(0, size)] * rows if padded is None else padded.reals
@@ -224,7 +260,9 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
         if first < token < end:
             starts[row].append(token)
     documents = Documents(starts, size, reals) if any(len(row) > 1 for row in starts) else None
-    _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel())
+    of_chunks = whole.unflatten(1, (-1, length)).amax((0, 2)).tolist() if whole.numel() else [-1] * len(shards.order)
+    largest = [max(of_chunks[chunk] for chunk in shards.chunks_of(rank)) for rank in range(shards.size)]
+    _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel(), largest)
     return documents
 
 
@@ -253,20 +291,17 @@ def documents_of_cu_seqlens(
     for bound in sorted(set(bounds[:-1]) - {ends[-1]}):
         starts[bound // whole].append(bound % whole)
     documents = Documents(starts, whole) if any(len(row) > 1 for row in starts) else None
-    _seen[cu_seqlens_q] = _Seen(documents, version_of(cu_seqlens_q), rows * whole)
+    _seen[cu_seqlens_q] = _Seen(documents, version_of(cu_seqlens_q), rows * whole, [])
     return documents
 
 
-def documents_of_mask(shards: Shards, attention_mask: torch.Tensor, real: torch.Tensor) -> Documents | None:
+def documents_of_mask(shards: Shards, real: torch.Tensor) -> Documents | None:
     """Where the real tokens of whole rows are, from the part of this process: `real`, bool [B, tokens], as read from its attention_mask.
-    None without padding. Brings the parts of all processes together and synchronises, once per forward.
+    None without padding. Brings the parts of all processes together and synchronises.
 
     Raises:
         ValueError: in every process alike: there is padding between the real tokens of a row, or the tokens make no whole chunks.
     """
-    known = _known(attention_mask)
-    if known is not None:
-        return known.documents
     shards.chunk_tokens(real.shape[1])
     (whole,) = _gather(shards, real.to(torch.uint8))
     reals = []
@@ -281,14 +316,20 @@ def documents_of_mask(shards: Shards, attention_mask: torch.Tensor, real: torch.
             )
         reals.append((first, end))
     size = whole.shape[1]
-    documents = None if all(real == (0, size) for real in reals) else Documents([[first] for first, _ in reals], size, reals)
-    _seen[attention_mask] = _Seen(documents, version_of(attention_mask), whole.numel())
-    return documents
+    return None if all(real == (0, size) for real in reals) else Documents([[first] for first, _ in reals], size, reals)
 
 
-def was_seen(x: torch.Tensor | None) -> bool:
-    """Whether a function above has seen this tensor as it is now: position_ids, an attention_mask or cu_seq_lens."""
-    return _known(x) is not None
+def was_cut(position_ids: torch.Tensor | None) -> bool:
+    """Whether `documents_of_positions` has seen this tensor as it is now."""
+    return _known(position_ids) is not None
+
+
+def largest_positions(shards: Shards, position_ids: torch.Tensor | None, tokens: int) -> list[int]:
+    """Of each process: as `documents_of_positions` has found them, or without position_ids those of one sequence a row."""
+    if position_ids is not None:
+        return _seen[position_ids].largest
+    length = shards.chunk_tokens(tokens)
+    return [(max(shards.chunks_of(rank)) + 1) * length - 1 for rank in range(shards.size)]
 
 
 def is_of_more(cu_seqlens: torch.Tensor | None, tokens: int) -> bool:
@@ -301,7 +342,7 @@ def _known(x: torch.Tensor | None) -> _Seen | None:
     if not _seen or not isinstance(x, torch.Tensor):
         return None
     known: _Seen | None = _seen.get(x)
-    version = version_of(x)  # without one it may have been changed since: to be looked at in every layer
+    version = version_of(x)  # without one it may have been changed since
     return known if known is not None and version is not None and known.version == version else None
 
 

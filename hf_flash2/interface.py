@@ -202,7 +202,7 @@ def _attend_whole(
 ) -> torch.Tensor:
     """Of sequences that are here as a whole, by our kernels or, with the reason said, by SDPA."""
     if not tracing.is_compiling() and (
-        context_parallel.was_seen(kwargs.get("position_ids"))
+        context_parallel.was_cut(kwargs.get("position_ids"))
         or context_parallel.is_of_more(kwargs.get("cu_seq_lens_q"), q.shape[:2].numel())
     ):
         raise ValueError(
@@ -248,56 +248,75 @@ def _check_shards(
     module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
 ) -> context_parallel.Documents | None:
     """Where rows hold several documents, or padding, these; refuses what attention of sequences that several processes share does not do.
-    Masks and position_ids of all processes are brought together, so that they agree. Synchronises with the host, once per forward."""
+    Masks and position_ids of all processes are brought together, so that they agree: by the first layer of a forward, which synchronises
+    with the host. What a layer is told without them comes first, alike everywhere."""
     position_ids, cu_seqlens = kwargs.get("position_ids"), _given_cu_seqlens(kwargs)
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
-    masked = attention_mask is not None and attention_mask.dim() == 2
-    reason = reason_not_shareable(module)
-    if (
-        cu_seqlens is None and not checkable and not (causal and getattr(module, "is_causal", True))
-    ):  # accelerate tells every self_attn True
+    reason = reason_not_shareable(module) or _reason_for_sdpa(q, v, None)
+    is_causal = causal and getattr(module, "is_causal", True)  # accelerate tells every self_attn True
+    if reason is None and not (is_causal or checkable or cu_seqlens is not None):
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
-    if reason is not None:  # before anything that other processes would have to take part in
-        raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
+    if reason is not None:
+        _refuse_shards(module, reason)
+    masked = attention_mask is not None and attention_mask.dim() == 2
     # Of documents, also where positions only jump, from one chunk to the next.
-    of_documents = looks_packed = attention_mask is not None and holds_documents(attention_mask)
-    if not context_parallel.was_seen(attention_mask if masked else position_ids if cu_seqlens is None else cu_seqlens[0]):
-        given = {"an attention_mask": masked, "cu_seq_lens_q": cu_seqlens is not None, "position_ids": checkable}
-        looks_packed = context_parallel.agree(shards, q.shape[:2], given, looks_packed, q.device)
-    padded = None
-    if masked:
-        real = Sequences.read(attention_mask, q.shape[1], q.shape[1]).key_mask
-        padded = context_parallel.documents_of_mask(shards, attention_mask, real)
-    documents = context_parallel.documents_of_positions(shards, position_ids, padded) if checkable else None
-    reason = _reason_for_sdpa(q, v, None)
+    of_documents = attention_mask is not None and holds_documents(attention_mask)
+    if not (attention_mask is None or masked or of_documents):
+        _refuse_shards(module, getattr(attention_mask, ATTRIBUTE, _GIVEN_4D))
+    key, mask = id(getattr(module, "config", None)), attention_mask if masked else None
+    forward = context_parallel.forwards.get(key)
+    if forward is None or not forward.covers(module, position_ids, mask):
+        given = {"cu_seq_lens_q": cu_seqlens is not None, "position_ids": checkable}
+        agreement = context_parallel.agree(shards, q.shape[:2], given, masked, of_documents, q.device)
+        documents = _documents_of_shards(module, shards, q, mask, agreement, position_ids if checkable else None, cu_seqlens)
+        new = context_parallel.Forward(documents, position_ids, agreement)
+        if forward is not None:
+            new.keep_masks_of(forward)
+        context_parallel.forwards[key] = forward = new
+    forward.add(module, mask)
+    return forward.documents
+
+
+def _documents_of_shards(
+    module, shards: context_parallel.Shards, q, mask, agreement: context_parallel.Agreement, position_ids, cu_seqlens
+) -> context_parallel.Documents | None:
+    """What the layers of a forward have in common. Without a mask of its own, all tokens of a process are real."""
+    padded = reason = None
+    if agreement.any_masked:
+        whole = q.new_ones(q.shape[:2], dtype=torch.bool)
+        real = whole if mask is None else Sequences.read(mask, q.shape[1], q.shape[1]).key_mask
+        padded = context_parallel.documents_of_mask(shards, real)
+    documents = None if position_ids is None else context_parallel.documents_of_positions(shards, position_ids, padded)
     if cu_seqlens is not None and padded is not None:
         reason = "attention_mask has padding, and cu_seq_lens_q/k say where documents are; pass one of the two"
     elif cu_seqlens is not None:
         documents = context_parallel.documents_of_cu_seqlens(shards, *cu_seqlens, *q.shape[:2])
-    elif masked:
+    elif agreement.any_masked:
         if documents is not None:
             reason = (
                 "position_ids begin anew, but with an attention_mask each row is one sequence; to keep documents apart leave the mask out"
             )
         documents = padded
-    elif looks_packed and not checkable:
+    elif agreement.looks_packed and position_ids is None:
         reason = (
             "position_ids look as if there were several documents in a row; if so, pass cu_seq_lens_q and cu_seq_lens_k of the whole "
             "rows, if not, an attention_mask of ones, cut as they are"
         )
-    if not (attention_mask is None or masked or of_documents):
-        reason = getattr(attention_mask, ATTRIBUTE, _GIVEN_4D)
     if reason is None:
-        fewest = shards.least_end(q.shape[1]) if documents is None else 0
-        reason = reason_rotations_differ(getattr(module, "config", None), fewest, q.shape[1] * shards.size)
+        largest = context_parallel.largest_positions(shards, position_ids, q.shape[1])
+        reason = reason_rotations_differ(getattr(module, "config", None), largest)
     if reason is not None:
-        raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
-    if not checkable:
+        _refuse_shards(module, reason)
+    if position_ids is None:
         notice(
-            f"hf_flash2: {type(module).__name__} is not told its position_ids, so under context parallelism nothing checks that its model "
-            "was: without those of the whole rows, cut as input_ids are, each process numbers its tokens from 0"
+            f"hf_flash2: {type(module).__name__} is not told its position_ids, or not as [batch, tokens], so under context parallelism "
+            "nothing checks that its model was: without those of the whole rows, cut as input_ids are, each process counts from 0"
         )
     return documents
+
+
+def _refuse_shards(module: torch.nn.Module, reason: str) -> None:
+    raise ValueError(f"{type(module).__name__} cannot run under context parallelism: {reason}")
 
 
 def _refuse(module: torch.nn.Module, name: str) -> None:

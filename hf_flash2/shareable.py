@@ -26,21 +26,21 @@ def reason_not_shareable(module: torch.nn.Module) -> str | None:
     return None
 
 
-def reason_rotations_differ(config: Any, fewest: int, most: int) -> str | None:
+def reason_rotations_differ(config: Any, largest: list[int]) -> str | None:
     """Why processes would rotate the same positions by different angles, which some models make of the largest position of a forward.
 
     Args:
-        fewest, most: the least that largest positions of processes may be, and the most, plus 1.
+        largest: position of each process.
     """
     for rope in _rotations(config):
-        kind = rope.get("rope_type", rope.get("type"))
-        limit = getattr(config, "max_position_embeddings", 0)
+        kind, limit = rope.get("rope_type", rope.get("type")), getattr(config, "max_position_embeddings", 0)
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or limit
-        if (kind == "longrope" and fewest <= limit < most) or (kind == "dynamic" and limit < most):
+        beyond = [position >= limit for position in largest]
+        if (kind == "longrope" and any(beyond) and not all(beyond)) or (kind == "dynamic" and any(beyond) and len(set(largest)) > 1):
             return (
-                f"its positions are rotated by the largest of a forward (rope_type {kind}), which processes have on both sides of {limit}; "
-                "use sequences of other lengths, one in a row, or another rope_type"
+                f"its positions are rotated by the largest of a forward (rope_type {kind}, from {limit} on), and those of processes are "
+                f"{largest}; use rows of other lengths, or another rope_type"
             )
     return None
 
@@ -70,12 +70,17 @@ def _mixes_tokens(config: Any, layer_class: type) -> bool:
 
 @functools.cache
 def _has_state_spaces(layer_class: type) -> bool:
-    return "causal_conv1d" in source_of(layer_class.__module__)
+    return any("causal_conv1d" in source_of(name) for name in _modules_of(layer_class))
+
+
+def _modules_of(layer_class: type) -> list[str]:
+    """Of Transformers, which a layer, or what it extends, comes from."""
+    return [c.__module__ for c in layer_class.__mro__ if c.__module__.startswith("transformers.models.")]
 
 
 @functools.cache
 def _numbers_tokens_itself(layer_class: type) -> bool:
     """As decoders of encoder-decoders do, Bart's for one."""
-    models = vars(sys.modules.get(layer_class.__module__, object)).items()
-    decoders = [model for name, model in models if name.endswith(_DECODERS) and getattr(model, "__module__", "") == layer_class.__module__]
+    models = [model for name in _modules_of(layer_class) for model in vars(sys.modules[name]).values()]
+    decoders = [x for x in models if isinstance(x, type) and x.__module__ in _modules_of(layer_class) and x.__name__.endswith(_DECODERS)]
     return bool(decoders) and not any("position_ids" in inspect.signature(model.forward).parameters for model in decoders)

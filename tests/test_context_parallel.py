@@ -297,7 +297,7 @@ def refusals_rank(rank: int, folder: str) -> None:
     before, longest = getattr(model.config, rotation), model.config.max_position_embeddings
     setattr(model.config, rotation, {"rope_type": "dynamic", "factor": 2.0})
     model.config.max_position_embeddings = SEQLEN - 1
-    refused("rotated by the largest of a forward .rope_type dynamic., which processes have on both sides of 23", lambda x: None)
+    refused(r"by the largest of a forward \(rope_type dynamic, from 23 on\), and those of processes are \[23, 17\]", lambda x: None)
     setattr(model.config, rotation, before)
     model.config.max_position_embeddings = longest
 
@@ -325,8 +325,20 @@ def agreement_rank(rank: int, folder: str) -> None:
 
     odd = {name: x[:, : SEQLEN - 1].contiguous() for name, x in batch().items() if name in ("input_ids", "position_ids")}
     refused(r"tokens of a part must be the same in every process, got \[12, 11\]; pad sequences to a multiple of 4", model, odd)
-    without = {name: x for name, x in batch().items() if name != "attention_mask" or rank == 0}
-    refused(r"whether there is an attention_mask, 1 or 0, of a part must be the same in every process, got \[1, 0\]", model, without)
+    # A mask that only one has, as a program may leave out masks of ones: in one context, with position_ids that stay.
+    whole = {name: x for name, x in padded_batch((0, 20), (0, SEQLEN)).items() if name in ("input_ids", "attention_mask")}
+    whole["position_ids"] = batch()["position_ids"]
+    mine = Shards(dist.group.WORLD, rank, 2, True).positions(SEQLEN // 2, torch.device("cpu"))
+    with torch.no_grad():
+        for change in ({"attention_mask": None}, {}):
+            expected = model(**whole | change, use_cache=False).logits[:, mine]
+            given = {name: x.clone() for name, x in whole.items()}
+            with sharing(given):
+                masks = given["attention_mask"] if rank == 0 else None  # those of the other are ones
+                model(**given | {"attention_mask": None}, use_cache=False)
+                found = model(**given | ({"attention_mask": masks} | change), use_cache=False).logits
+            real = given["attention_mask"].bool()
+            torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
     # Its layers are not told position_ids, which jump in the part of the first process alone.
     if hasattr(transformers, "GPTBigCodeForCausalLM") and tiny_models.VERSION >= (5, 0):
         sizes = {"vocab_size": tiny_models.VOCABULARY, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
@@ -407,22 +419,30 @@ def test_models_that_share_more_than_attention_are_refused(family, arguments, re
 
 
 def test_rotations_by_length_have_to_be_those_of_all_processes():
-    """Of LongRoPE all on one side of its limit; of dynamic NTK, which goes on behind it, all before it."""
+    """Of LongRoPE all on one side of its limit; of dynamic NTK, which goes on behind it, all before it, or alike."""
 
-    def reason(rope: dict, least_tokens: int, tokens: int, **config) -> str | None:
-        return shareable.reason_rotations_differ(types.SimpleNamespace(rope_parameters=rope, **config), least_tokens, tokens)
+    def reason(rope: dict, *largest: int, **config) -> str | None:
+        return shareable.reason_rotations_differ(types.SimpleNamespace(rope_parameters=rope, **config), list(largest))
 
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
-    assert reason(longrope, 12, 16) is None and reason(longrope, 17, 24) is None
-    assert "rope_type longrope" in reason(longrope, 16, 24) and "rope_type longrope" in reason({"full_attention": longrope}, 0, 17)
+    assert reason(longrope, 11, 15) is None and reason(longrope, 16, 24) is None
+    assert "rope_type longrope" in reason(longrope, 15, 16) and "rope_type longrope" in reason({"full_attention": longrope}, 3, 17)
     dynamic = {"rope_type": "dynamic"}
-    assert reason(dynamic, 12, 16, max_position_embeddings=16) is None
-    assert "both sides of 16" in reason(dynamic, 20, 24, max_position_embeddings=16)
+    assert reason(dynamic, 12, 15, max_position_embeddings=16) is None and reason(dynamic, 19, 19, max_position_embeddings=16) is None
+    assert "from 16 on" in reason(dynamic, 20, 24, max_position_embeddings=16)
     assert reason({"rope_type": "yarn"}, 12, 24, max_position_embeddings=16) is None
-    for balanced, least in ((True, 15), (False, 6)):  # of 4 processes with 6 tokens each
+    for balanced in (True, False):
         shards = Shards(None, 0, 4, balanced)
         parts = [shards._replace(rank=rank).positions(6, torch.device("cpu")) for rank in range(4)]
-        assert shards.least_end(6) == min(int(part.max()) + 1 for part in parts) == least
+        assert context_parallel.largest_positions(shards, None, 6) == [int(part.max()) for part in parts]
+
+
+def test_largest_positions_of_documents(monkeypatch):
+    whole = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    monkeypatch.setattr(context_parallel, "_gather", lambda *_: (whole,))
+    shards, positions = Shards(None, 0, 2, True), whole[:, :6].clone()
+    context_parallel.documents_of_positions(shards, positions)
+    assert context_parallel.largest_positions(shards, positions, 6) == [5, 4]  # chunks of 3: 0 and 3, 1 and 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------- how it is found
@@ -490,9 +510,9 @@ def test_cu_seq_lens_that_are_not_those_of_whole_rows_are_refused(bounds):
 def test_positions_that_have_changed_are_looked_at_anew(monkeypatch):
     monkeypatch.setattr(context_parallel, "_gather", lambda shards, x: (x,))
     shards, positions = Shards(None, 0, 1, True), torch.arange(8)[None]
-    assert context_parallel.documents_of_positions(shards, positions) is None and context_parallel.was_seen(positions)
+    assert context_parallel.documents_of_positions(shards, positions) is None and context_parallel.was_cut(positions)
     positions[:, 4:] -= 4
-    assert not context_parallel.was_seen(positions)
+    assert not context_parallel.was_cut(positions)
     assert context_parallel.documents_of_positions(shards, positions).starts == [[0, 4]]
 
 
@@ -500,9 +520,9 @@ def test_where_the_real_tokens_of_whole_rows_are(monkeypatch):
     monkeypatch.setattr(context_parallel, "_gather", lambda shards, x: (x,))
     shards, real = Shards(None, 0, 1, True), torch.tensor([[0, 1, 1, 0, 1, 0], [0] * 6]).bool()
     with pytest.raises(ValueError, match="token 3 of row 0 is padding, and 1 and 4 are real"):
-        context_parallel.documents_of_mask(shards, torch.ones(2, 6), real)
+        context_parallel.documents_of_mask(shards, real)
     real[0, 3] = True
-    padded = context_parallel.documents_of_mask(shards, torch.ones(2, 6), real)
+    padded = context_parallel.documents_of_mask(shards, real)
     assert padded.reals == [(1, 5), (0, 0)]
     positions = torch.tensor([[9, 7, 8, 9, 10, 3], [5] * 6])  # in the padding anything
     assert context_parallel.documents_of_positions(shards, positions, padded) is None
@@ -585,7 +605,7 @@ def test_accelerate_leaves_masks_and_windows_to_us():
 
 def test_a_mask_of_documents_counts_where_positions_cannot_be_seen(monkeypatch):
     """Layers of GPT-2 are not given the position_ids that its masks were made from."""
-    monkeypatch.setattr(context_parallel, "agree", lambda shards, part, given, looks_packed, device: looks_packed)
+    monkeypatch.setattr(context_parallel, "agree", lambda *args: context_parallel.Agreement(False, False, args[4]))
     q = torch.randn(1, 12, 2, 16)
     documents = torch.ones(1, 2, 12, dtype=torch.uint8)
     with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k of the whole rows, if not, an attention_mask of ones"):
@@ -614,6 +634,6 @@ def test_bidirectional_layers_have_to_show_that_their_tokens_are_cut(monkeypatch
         with pytest.raises(ValueError, match="its tokens may not be cut"):
             interface._check_shards(module, shards, q, q, None, causal, {})
     shown = {"position_ids": shards.positions(12, q.device).unsqueeze(0)}
-    monkeypatch.setattr(context_parallel, "agree", lambda *_: False)
+    monkeypatch.setattr(context_parallel, "agree", lambda *_: context_parallel.Agreement(False, False, False))
     monkeypatch.setattr(context_parallel, "_gather", lambda *_: [torch.arange(24).unsqueeze(0)])  # what two processes would bring together
     interface._check_shards(torch.nn.Identity(), shards, q, q, None, False, shown)
