@@ -15,6 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DistributedSampler, Sampler
 
+# Columns that would change the result: what they are, and what to do.
+_REFUSED = {
+    "completion_mask": ("the tokens that are trained on", "make labels of it, -100 elsewhere"),
+    "assistant_masks": ("the tokens that are trained on", "make labels of them, -100 elsewhere"),
+    "shift_labels": ("what each token predicts", "give labels, which are not shifted"),
+    "seq_lengths": ("several documents in one", "give each document as an example of its own"),
+    "inputs_embeds": ("embeddings in place of tokens", "give input_ids"),
+    "pixel_values": ("images", "use a collator of its model"),
+    "input_features": ("audio", "use a collator of its model"),
+}
 _Document = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels of its real tokens, int64 [length] each
 
 
@@ -68,7 +78,8 @@ class PackingCollator:
 
     Called with a list of examples, mappings of one-dimensional lists, arrays or tensors:
         input_ids; labels, as long (default: input_ids); attention_mask, as long: where it is 0 a token is left out, so that examples may
-        come padded. Other keys are left out, and so are examples without a token.
+        come padded. Other keys are left out, and so are examples without a token. Keys that say what is trained on, or hold what a model
+        reads beside tokens, are refused: completion_mask and assistant_masks without labels, several seq_lengths, pixel_values, ...
     Returns a batch of R rows (1 for max_length=None), without an attention_mask:
         input_ids, labels, position_ids: int64 [R, L]; the positions restart at 0 with each document.
         seq_idx: int32 [R, L], the number of the document that each token belongs to, which layers other than attention go by.
@@ -134,6 +145,12 @@ class PackingCollator:
     def _document(self, index: int, example: Mapping[str, Any]) -> _Document:
         if example.get("input_ids") is None:
             raise ValueError(f"example {index} of the batch has no input_ids, only {list(example)}; tokenise the dataset first")
+        for name, (what, remedy) in _REFUSED.items():
+            if example.get(name) is None or ("labels" in remedy and example.get("labels") is not None):
+                continue
+            if name == "seq_lengths" and len(example[name]) < 2:
+                continue
+            raise ValueError(f"example {index} of the batch has {name}, {what}, which PackingCollator leaves out; {remedy}")
         columns = {
             name: _integers(example[name], f"{name} of example {index} of the batch")
             for name in ("input_ids", "labels", "attention_mask")
@@ -184,10 +201,14 @@ class PackingBatchSampler(Sampler[list[int]]):
             lengths of mean 443, 98.3 % (96.0 %) with uniform ones up to 4096.
         drop_last: leave out the last batch, which is filled with what remained; also, under accelerate, what is no full round of processes.
 
-    Every example comes once an epoch. The number of batches may differ a little between epochs; `len()` is that of the current one.
+    Every example comes once an epoch, in as many batches as in the first, which Trainer counts on: where another order packs better, some
+    batches are divided; where worse, `first_fit` sees more examples at once, or else those that share a batch are the first epoch's.
     Under accelerate prepare the DataLoader as ever: the processes take turns, and unless drop_last the first batches come again until each
     process has as many. Resumed in the middle of an epoch, on several processes, set the epoch of this sampler itself: behind accelerate's
-    `skip_first_batches` the loader's set_epoch does not reach it.
+    `skip_first_batches` the loader's set_epoch does not reach it, nor does Trainer's (README has a callback).
+
+    Raises:
+        ValueError: a length that no batch holds, with its index; other arguments, with their value.
     """
 
     def __init__(
@@ -210,18 +231,21 @@ class PackingBatchSampler(Sampler[list[int]]):
                 raise ValueError(f"example {index} of the dataset has {length} tokens, expected 1 to max_tokens={max_tokens}; {remedy}")
         if window < 1:
             raise ValueError(f"window must be at least 1 example, got {window}")
+        if not 0 <= seed < 2**62:
+            raise ValueError(f"seed must be from 0 to 2**62 - 1, got {seed}")
         shuffle, drop_last = _boolean(shuffle, "shuffle"), _boolean(drop_last, "drop_last")
         self.max_tokens, self.shuffle, self.seed, self.window, self.drop_last = max_tokens, shuffle, seed, window, drop_last
         # One process's view of all examples, with an epoch. NOTE: accelerate sets the epoch of `batch_sampler.sampler` and of nothing else.
         self.sampler = DistributedSampler(self.lengths, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
         self._planned: tuple[int, list[list[int]]] | None = None
+        self._first: list[list[int]] | None = None  # of the first epoch, before any are dropped
 
     def set_epoch(self, epoch: int) -> None:
         """The order of which epoch the next iteration has. accelerate and Trainer call it."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches())
+        return (list(batch) for batch in self._batches())
 
     def __len__(self) -> int:
         return len(self._batches())
@@ -239,17 +263,42 @@ class PackingBatchSampler(Sampler[list[int]]):
         return self._planned[1]
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        order = list(self.sampler)
-        batches: list[list[int]] = []
-        for start in range(0, len(order), self.window):
-            # The last bin that first-fit opens is the emptiest: it is emptied into the next window.
-            candidates = (batches.pop() if batches else []) + order[start : start + self.window]
-            packed = first_fit([self.lengths[index] for index in candidates], self.max_tokens)
-            batches += [[candidates[i] for i in items] for items in packed]
+        batches = self._pack(self.window)
+        if epoch == 0 or not self.shuffle:
+            self._first = self._first or batches
+        elif self._first is None:
+            self.sampler.set_epoch(0)
+            self._first = self._pack(self.window)
+            self.sampler.set_epoch(epoch)
+        batches = self._as_many(batches, self._first)
         if self.drop_last:
             del batches[-1:]
         if self.shuffle:
             random.Random(self.seed + epoch).shuffle(batches)
+        return batches
+
+    def _as_many(self, batches: list[list[int]], first: list[list[int]]) -> list[list[int]]:
+        """The batches of an epoch, or others, as many as those of the first one."""
+        window = self.window
+        while len(batches) > len(first) and window < len(self.lengths):
+            window *= 2
+            batches = self._pack(window)
+        batches = list(batches if len(batches) <= len(first) else first)
+        while len(batches) < len(first):
+            longest = max(range(len(batches)), key=lambda i: len(batches[i]))
+            batch = batches[longest]
+            batches[longest : longest + 1] = batch[: len(batch) // 2], batch[len(batch) // 2 :]
+        return batches
+
+    def _pack(self, window: int) -> list[list[int]]:
+        """The examples in the order of the current epoch."""
+        order = list(self.sampler)
+        batches: list[list[int]] = []
+        for start in range(0, len(order), window):
+            # The last bin that first-fit opens is the emptiest: it is emptied into the next window.
+            candidates = (batches.pop() if batches else []) + order[start : start + window]
+            packed = first_fit([self.lengths[index] for index in candidates], self.max_tokens)
+            batches += [[candidates[i] for i in items] for items in packed]
         return batches
 
 

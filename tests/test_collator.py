@@ -1,19 +1,22 @@
 """collator.py: what batches hold, that nothing is lost or overfilled, and that no document sees another, by logits and by gradients."""
 
+import os
 import random
 import re
+import types
 from collections import UserDict
 from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
+import ranks
 import tiny_models as tiny
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from tiny_models import DTYPES
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import hf_flash2
 from hf_flash2 import PackingBatchSampler, PackingCollator, first_fit, notices
@@ -183,6 +186,9 @@ def test_truncation_is_asked_for():
         ([{"input_ids": [1, 2], "attention_mask": [1, 1, 1]}], "attention_mask must be as long as input_ids, got 3 and 2 in example 0"),
         ([{"input_ids": torch.ones(1, 3, dtype=torch.int64)}], r"input_ids of example 0 .* one-dimensional .* shape \[1, 3\]"),
         ([{"input_ids": [0.5]}], "input_ids of example 0 .* integers, got torch.float32"),
+        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "example 0 of the batch has completion_mask, .* make labels of it"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "has seq_lengths, several documents in one, .* an example of its own"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "pixel_values": torch.ones(1)}], "example 1 of the batch has pixel_values, images"),
         ([{"input_ids": ["a"]}], "input_ids of example 0 .* integers: "),
     ],
 )
@@ -368,6 +374,31 @@ def test_batches_hold_every_example_once(window, shuffle):
     assert sampler.fill > {1: 0.7, 16: 0.95, 1000: 0.98}[window]
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_epoch_has_as_many_batches(seed, drop_last):
+    """Trainer asks once, and leaves out what is more. Uniform lengths, whose packing depends on their order."""
+    lengths = [random.Random(1000 * seed + i).randrange(8, 31) for i in range(90)]
+    sampler = PackingBatchSampler(lengths, 32, seed=seed, window=10, drop_last=drop_last)
+    counts, natural = [], set()
+    for epoch in (3, 0, 1, 2, 4, 5):  # resumed in the fourth
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        counts.append(len(batches))
+        natural.add(len(sampler._pack(10)))
+        seen = [index for batch in batches for index in batch]
+        assert len(seen) == len(set(seen)) and (drop_last or len(seen) == 90)
+        assert all(batch and sum(lengths[index] for index in batch) <= 32 for batch in batches)
+    assert len(set(counts)) == 1, counts
+    assert len(natural) > 1 or seed not in (0, 1, 2)  # the test is of something
+
+
+def test_what_was_drawn_is_not_the_plan():
+    sampler = PackingBatchSampler([3, 4, 5], 12)
+    next(iter(sampler)).append(99)
+    assert sorted(index for batch in sampler for index in batch) == [0, 1, 2]
+
+
 def test_order_depends_on_seed_and_epoch_alone():
     lengths = random_lengths(200)
     sampler = PackingBatchSampler(lengths, 128, window=50)
@@ -453,6 +484,48 @@ def test_the_loop_of_the_readme_has_another_order_every_epoch():
     rows = [batch["input_ids"].tolist() for batch in taken]
     half = len(rows) // 2
     assert half and sorted(rows[:half]) != sorted(rows[half:])
+
+
+def test_trainer_resumes_on_two_processes(tmp_path):
+    ranks.run("test_collator", "resume_rank", tmp_path)
+
+
+class _Recording(Trainer):
+    """Trains on packed batches of a sampler, and notes them."""
+
+    def get_train_dataloader(self):
+        lengths = [len(example["input_ids"]) for example in self.train_dataset]
+        self.sampler, self.taken = PackingBatchSampler(lengths, 32, window=10), []
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=self.sampler, collate_fn=self.data_collator))
+
+    def training_step(self, model, inputs, *args):
+        self.taken.append(inputs["input_ids"].tolist())
+        return super().training_step(model, inputs, *args)
+
+
+def resume_rank(rank: int, folder: str) -> None:
+    """In the middle of the second epoch, with README's callback: the batches that come without a stop."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # accelerate asks for them, though the processes know each other already
+    blocks = re.findall(r"```python\n(.+?)```", README.read_text(), re.DOTALL)
+    [block] = [block for block in blocks if "EpochOfSampler" in block]
+
+    def train(resumed_from: str | None) -> list[list[list[int]]]:
+        options = {"num_train_epochs": 2, "save_steps": 5, "disable_tqdm": True, "report_to": [], "remove_unused_columns": False}
+        arguments = TrainingArguments(f"{folder}/run", use_cpu=True, ddp_backend="gloo", **options)
+        dataset = examples([3 + n % 19 for n in range(40)])
+        trainer = _Recording(tiny.model("llama", "eager"), arguments, PackingCollator(32), train_dataset=dataset)
+        names = {"TrainerCallback": TrainerCallback}
+        exec(block, names)
+        trainer.add_callback(names["EpochOfSampler"])
+        names["sampler"] = types.SimpleNamespace(set_epoch=lambda epoch: trainer.sampler.set_epoch(epoch))
+        trainer.train(resume_from_checkpoint=resumed_from)
+        return trainer.taken
+
+    taken = train(None)
+    half = len(taken) // 2
+    middle = 5 * (half // 5 + 1)
+    assert half < middle < len(taken) - 1
+    assert train(f"{folder}/run/checkpoint-{middle}") == taken[middle:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
