@@ -511,6 +511,7 @@ def resume_rank(rank: int, folder: str) -> None:
 
     def train(resumed_from: str | None) -> list[list[list[int]]]:
         options = {"num_train_epochs": 2, "save_steps": 5, "disable_tqdm": True, "report_to": [], "remove_unused_columns": False}
+        options |= {"save_only_model": True}  # Trainer cannot read the optimizer of a distributed CPU where torch has CUDA
         arguments = TrainingArguments(f"{folder}/run", use_cpu=True, ddp_backend="gloo", **options)
         dataset = examples([3 + n % 19 for n in range(40)])
         trainer = _Recording(tiny.model("llama", "eager"), arguments, PackingCollator(32), train_dataset=dataset)
