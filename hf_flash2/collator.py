@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DistributedSampler, Sampler
 
-# Columns that would change the result: what they are, and what to do.
+# Columns that would change the result: what they are, and what to do. The first of them do not count beside labels.
+_LIKE_LABELS = ("completion_mask", "assistant_masks", "shift_labels")
 _REFUSED = {
     "completion_mask": ("the tokens that are trained on", "make labels of it, -100 elsewhere"),
     "assistant_masks": ("the tokens that are trained on", "make labels of them, -100 elsewhere"),
@@ -146,9 +147,12 @@ class PackingCollator:
         if example.get("input_ids") is None:
             raise ValueError(f"example {index} of the batch has no input_ids, only {list(example)}; tokenise the dataset first")
         for name, (what, remedy) in _REFUSED.items():
-            if example.get(name) is None or ("labels" in remedy and example.get("labels") is not None):
-                continue
-            if name == "seq_lengths" and len(example[name]) < 2:
+            column = example.get(name)
+            if (
+                column is None
+                or (name in _LIKE_LABELS and example.get("labels") is not None)
+                or (name == "seq_lengths" and len(column) < 2)
+            ):
                 continue
             raise ValueError(f"example {index} of the batch has {name}, {what}, which PackingCollator leaves out; {remedy}")
         columns = {

@@ -162,9 +162,9 @@ _seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward
 class Forward:
     """What processes have found out together for the layers of one forward of a model: its documents."""
 
-    def __init__(self, documents: Documents | None, position_ids: object, masked: "Agreement"):
+    def __init__(self, documents: Documents | None, position_ids: object, agreement: "Agreement"):
         self.documents = documents
-        self._of_masks = masked.all_masked
+        self._of_masks = agreement.all_masked
         self._layers: WeakSet[torch.nn.Module] = WeakSet()
         self._masks: list[weakref.ref] = []
         self._positions = None if position_ids is None else weakref.ref(position_ids)

@@ -248,8 +248,8 @@ def _check_shards(
     module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
 ) -> context_parallel.Documents | None:
     """Where rows hold several documents, or padding, these; refuses what attention of sequences that several processes share does not do.
-    Masks and position_ids of all processes are brought together, so that they agree: by the first layer of a forward, which synchronises
-    with the host. What a layer is told without them comes first, alike everywhere."""
+    Reasons that every process finds in its own layer come first. Masks and position_ids of all are brought together, so that they agree, by
+    the first layer of a forward, which synchronises with the host."""
     position_ids, cu_seqlens = kwargs.get("position_ids"), _given_cu_seqlens(kwargs)
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
     reason = reason_not_shareable(module) or _reason_for_sdpa(q, v, None)

@@ -157,6 +157,11 @@ def test_examples_that_are_no_dict_or_have_nothing_under_a_name():
     assert PackingCollator()([example])["labels"].tolist() == [[-100, 6]]
 
 
+def test_columns_that_labels_or_one_document_make_harmless():
+    given = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "completion_mask": torch.tensor([0, 1, 1]), "seq_lengths": np.array([3])}
+    assert PackingCollator()([given])["labels"].tolist() == [[-100, 6, 7]]
+
+
 def test_examples_stay_as_they_were():
     example = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, 6])}
     PackingCollator()([example])
