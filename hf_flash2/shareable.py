@@ -61,11 +61,12 @@ def _rotations(config: Any) -> list[dict]:
 
 
 def _mixes_tokens(config: Any, layer_class: type) -> bool:
-    for name in ("layer_types", "layers_block_type", "block_types"):
-        kinds = getattr(config, name, None)
-        if isinstance(kinds, (list, tuple)) and kinds:
-            return any(_MIXERS.search(str(kind)) for kind in kinds)
-    return _has_state_spaces(layer_class)
+    """By the types of layers, where a config says all; older lists name the attention of layers that have a state space beside it."""
+    of_layers = getattr(config, "layer_types", None)
+    if isinstance(of_layers, (list, tuple)) and of_layers:
+        return any(_MIXERS.search(str(kind)) for kind in of_layers)
+    older = [kind for name in ("layers_block_type", "block_types") for kind in getattr(config, name, None) or ()]
+    return any(_MIXERS.search(str(kind)) for kind in older) or _has_state_spaces(layer_class)
 
 
 @functools.cache
