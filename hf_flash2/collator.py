@@ -5,6 +5,7 @@ together, and `first_fit` is the bin packing under both. Any attention of Transf
 here needs ours.
 """
 
+import copy
 import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,26 +268,22 @@ class PackingBatchSampler(Sampler[list[int]]):
         return self._planned[1]
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        batches = self._pack(self.window)
-        if epoch == 0 or not self.shuffle:
-            self._first = self._first or batches
-        elif self._first is None:
-            self.sampler.set_epoch(0)
-            self._first = self._pack(self.window)
-            self.sampler.set_epoch(epoch)
-        batches = self._as_many(batches, self._first)
+        if self._first is None:
+            self._first = self._pack(0, self.window)
+        batches = self._as_many(epoch, self._first)
         if self.drop_last:
             del batches[-1:]
         if self.shuffle:
             random.Random(self.seed + epoch).shuffle(batches)
         return batches
 
-    def _as_many(self, batches: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """The batches of an epoch, or others, as many as those of the first one."""
+    def _as_many(self, epoch: int, first: list[list[int]]) -> list[list[int]]:
+        """The batches of an epoch, as many as those of the first one."""
         window = self.window
+        batches = first if epoch == 0 else self._pack(epoch, window)
         while len(batches) > len(first) and window < len(self.lengths):
             window *= 2
-            batches = self._pack(window)
+            batches = self._pack(epoch, window)
         batches = list(batches if len(batches) <= len(first) else first)
         while len(batches) < len(first):
             longest = max(range(len(batches)), key=lambda i: len(batches[i]))
@@ -294,9 +291,11 @@ class PackingBatchSampler(Sampler[list[int]]):
             batches[longest : longest + 1] = batch[: len(batch) // 2], batch[len(batch) // 2 :]
         return batches
 
-    def _pack(self, window: int) -> list[list[int]]:
-        """The examples in the order of the current epoch."""
-        order = list(self.sampler)
+    def _pack(self, epoch: int, window: int) -> list[list[int]]:
+        """The examples in the order of an epoch, so many at a time."""
+        sampler = copy.copy(self.sampler)
+        sampler.set_epoch(epoch)
+        order = list(sampler)
         batches: list[list[int]] = []
         for start in range(0, len(order), window):
             # The last bin that first-fit opens is the emptiest: it is emptied into the next window.

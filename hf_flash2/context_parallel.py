@@ -148,9 +148,8 @@ class Documents:
 
 
 class _Seen(NamedTuple):
-    """What a tensor said of documents, and torch's counter of its changes in place then."""
+    """A tensor that said where documents are, and torch's counter of its changes in place then."""
 
-    documents: Documents | None
     version: int | None
     tokens: int  # of the whole rows
     largest: list[int]  # position of each process; of position_ids
@@ -162,31 +161,38 @@ _seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward
 class Forward:
     """What processes have found out together for the layers of one forward of a model: its documents."""
 
-    def __init__(self, documents: Documents | None, position_ids: object, agreement: "Agreement"):
+    def __init__(self, config: object, position_ids: object, agreement: "Agreement", documents: Documents | None, before: "Forward | None"):
         self.documents = documents
         self._of_masks = agreement.all_masked
         self._layers: WeakSet[torch.nn.Module] = WeakSet()
-        self._masks: list[weakref.ref] = []
-        self._positions = None if position_ids is None else weakref.ref(position_ids)
-        self._version = version_of(position_ids) if isinstance(position_ids, torch.Tensor) else None
+        self._masks = [] if before is None else [mask for mask in before._masks if mask() is not None]  # two kinds of layers take turns
+        self._config, self._positions, self._version = _reference(config), _reference(position_ids), _version_of_any(position_ids)
 
-    def covers(self, module: torch.nn.Module, position_ids: object, mask: torch.Tensor | None) -> bool:
+    def covers(self, module: torch.nn.Module, config: object, position_ids: object, mask: torch.Tensor | None) -> bool:
         """Whether a layer belongs to it, as every process finds alike: one that comes again does not, nor one with other position_ids, nor,
         where all have masks, one with a mask that none had before. (What only some are given must not count.)"""
-        if module in self._layers or position_ids is not (None if self._positions is None else self._positions()):
+        if module in self._layers or config is not self._config():
             return False
-        if isinstance(position_ids, torch.Tensor) and self._version != version_of(position_ids):
+        if position_ids is not self._positions() or self._version != _version_of_any(position_ids):
             return False
-        return not self._of_masks or any(known() is mask for known in self._masks)
+        return not self._of_masks or self._has_had(mask)
 
     def add(self, module: torch.nn.Module, mask: torch.Tensor | None) -> None:
         self._layers.add(module)
-        if mask is not None and not any(known() is mask for known in self._masks):
+        if mask is not None and not self._has_had(mask):
             self._masks.append(weakref.ref(mask))
 
-    def keep_masks_of(self, before: "Forward") -> None:
-        """Layers of two kinds have a mask each, in turn."""
-        self._masks = [known for known in before._masks if known() is not None]
+    def _has_had(self, mask: torch.Tensor | None) -> bool:
+        return any(known() is mask for known in self._masks)
+
+
+def _reference(x: object) -> Callable[[], object]:
+    """Weak."""
+    return (lambda: None) if x is None else weakref.ref(x)
+
+
+def _version_of_any(x: object) -> int | None:
+    return version_of(x) if isinstance(x, torch.Tensor) else None
 
 
 forwards: dict[int, Forward] = {}  # id of a config, which the layers of a model share -> the last one
@@ -262,23 +268,19 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
     documents = Documents(starts, size, reals) if any(len(row) > 1 for row in starts) else None
     of_chunks = whole.unflatten(1, (-1, length)).amax((0, 2)).tolist() if whole.numel() else [-1] * len(shards.order)
     largest = [max(of_chunks[chunk] for chunk in shards.chunks_of(rank)) for rank in range(shards.size)]
-    _seen[position_ids] = _Seen(documents, version_of(position_ids), whole.numel(), largest)
+    _seen[position_ids] = _Seen(version_of(position_ids), whole.numel(), largest)
     return documents
 
 
 def documents_of_cu_seqlens(
     shards: Shards, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, tokens: int
 ) -> Documents | None:
-    """The same from cu_seq_lens of `rows` whole rows, one after another, of which each process has `tokens` tokens. Synchronises, once per
-    forward.
+    """The same from cu_seq_lens of `rows` whole rows, one after another, of which each process has `tokens` tokens. Synchronises.
 
     Raises:
         ValueError: they are not the same, do not rise, or are not those of whole rows.
     """
-    known, whole = _known(cu_seqlens_q), tokens * shards.size
-    if known is not None and known.tokens == rows * whole:
-        return known.documents
-    bounds = cu_seqlens_q.tolist()
+    whole, bounds = tokens * shards.size, cu_seqlens_q.tolist()
     if bounds != cu_seqlens_k.tolist():
         raise ValueError("under context parallelism queries and keys are the same tokens: cu_seq_lens_q and cu_seq_lens_k have to be equal")
     ends = range(0, (rows + 1) * whole, whole)
@@ -291,7 +293,7 @@ def documents_of_cu_seqlens(
     for bound in sorted(set(bounds[:-1]) - {ends[-1]}):
         starts[bound // whole].append(bound % whole)
     documents = Documents(starts, whole) if any(len(row) > 1 for row in starts) else None
-    _seen[cu_seqlens_q] = _Seen(documents, version_of(cu_seqlens_q), rows * whole, [])
+    _seen[cu_seqlens_q] = _Seen(version_of(cu_seqlens_q), rows * whole, [])
     return documents
 
 

@@ -359,7 +359,7 @@ def _check_ranges(name: str, ranges: torch.Tensor, rows: tuple[int, ...], batch:
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
     if tracing.is_compiling() and cu_seqlens.dim() == 1:
-        torch._check(cu_seqlens.shape[0] >= 2)  # likewise, as where nonzero() has made it
+        torch._check(cu_seqlens.shape[0] >= 2)  # no branch on what nonzero() may have made. No message: torch.export traces none
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{name} must be an int32 tensor of shape [batch + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
@@ -379,7 +379,7 @@ def check_rises(name: str, cu_seqlens: list[int], tokens: int) -> None:
 
 def _check_bound(name: str, bound: object, cu_seqlens: torch.Tensor) -> None:
     if tracing.is_compiling() and isinstance(bound, _INTEGERS):
-        torch._check(bound >= 0)  # no branch: it may come from a tensor, whose values nobody knows. No message: torch.export traces none
+        torch._check(bound >= 0)  # likewise: it may come from a tensor, whose values nobody knows
         return
     if not isinstance(bound, _INTEGERS) or bound < 0 or (type(bound) is int and bound > _MAX_INT32):
         raise ValueError(f"{name} must be an integer, an upper bound of the lengths, at most {_MAX_INT32}, got {bound!r}")

@@ -252,7 +252,7 @@ def _check_shards(
     the first layer of a forward, which synchronises with the host."""
     position_ids, cu_seqlens = kwargs.get("position_ids"), _given_cu_seqlens(kwargs)
     checkable = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2
-    reason = reason_not_shareable(module) or _reason_for_sdpa(q, v, None)
+    reason = _reason_for_sdpa(q, v, None)
     is_causal = causal and getattr(module, "is_causal", True)  # accelerate tells every self_attn True
     if reason is None and not (is_causal or checkable or cu_seqlens is not None):
         reason = "its tokens may not be cut, as those of images are not, and it is given no position_ids that would show it"
@@ -263,16 +263,17 @@ def _check_shards(
     of_documents = attention_mask is not None and holds_documents(attention_mask)
     if not (attention_mask is None or masked or of_documents):
         _refuse_shards(module, getattr(attention_mask, ATTRIBUTE, _GIVEN_4D))
-    key, mask = id(getattr(module, "config", None)), attention_mask if masked else None
-    forward = context_parallel.forwards.get(key)
-    if forward is None or not forward.covers(module, position_ids, mask):
+    config, mask = getattr(module, "config", None), attention_mask if masked else None
+    forward = context_parallel.forwards.get(id(config))
+    if forward is None or not forward.covers(module, config, position_ids, mask):
+        reason = reason_not_shareable(module)
+        if reason is not None:
+            _refuse_shards(module, reason)
         given = {"cu_seq_lens_q": cu_seqlens is not None, "position_ids": checkable}
         agreement = context_parallel.agree(shards, q.shape[:2], given, masked, of_documents, q.device)
         documents = _documents_of_shards(module, shards, q, mask, agreement, position_ids if checkable else None, cu_seqlens)
-        new = context_parallel.Forward(documents, position_ids, agreement)
-        if forward is not None:
-            new.keep_masks_of(forward)
-        context_parallel.forwards[key] = forward = new
+        forward = context_parallel.Forward(config, position_ids, agreement, documents, before=forward)
+        context_parallel.forwards[id(config)] = forward
     forward.add(module, mask)
     return forward.documents
 

@@ -32,8 +32,8 @@ def reason_rotations_differ(config: Any, largest: list[int]) -> str | None:
     Args:
         largest: position of each process.
     """
-    for rope in _rotations(config):
-        kind, limit = rope.get("rope_type", rope.get("type")), getattr(config, "max_position_embeddings", 0)
+    for kind, rope in _rotations(config):
+        limit = getattr(config, "max_position_embeddings", 0)
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or limit
         beyond = [position >= limit for position in largest]
@@ -47,7 +47,7 @@ def reason_rotations_differ(config: Any, largest: list[int]) -> str | None:
 
 def rotates_by_length(config: Any) -> bool:
     """Whether the rotary angles depend on the largest position of a batch, which is that of the last column, padding or not."""
-    return any(rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope") for rope in _rotations(config))
+    return any(kind in ("dynamic", "longrope") for kind, _ in _rotations(config))
 
 
 def rope_parameters(config: Any) -> dict:
@@ -55,9 +55,10 @@ def rope_parameters(config: Any) -> dict:
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
-def _rotations(config: Any) -> list[dict]:
+def _rotations(config: Any) -> list[tuple[str | None, dict]]:
+    """Each with its kind."""
     rope = rope_parameters(config)
-    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return [(x.get("rope_type", x.get("type")), x) for x in (rope, *rope.values()) if isinstance(x, dict)]
 
 
 def _mixes_tokens(config: Any, layer_class: type) -> bool:
@@ -82,6 +83,7 @@ def _modules_of(layer_class: type) -> list[str]:
 @functools.cache
 def _numbers_tokens_itself(layer_class: type) -> bool:
     """As decoders of encoder-decoders do, Bart's for one."""
-    models = [model for name in _modules_of(layer_class) for model in vars(sys.modules[name]).values()]
-    decoders = [x for x in models if isinstance(x, type) and x.__module__ in _modules_of(layer_class) and x.__name__.endswith(_DECODERS)]
+    modules = _modules_of(layer_class)
+    models = [model for name in modules for model in vars(sys.modules[name]).values() if isinstance(model, type)]
+    decoders = [model for model in models if model.__module__ in modules and model.__name__.endswith(_DECODERS)]
     return bool(decoders) and not any("position_ids" in inspect.signature(model.forward).parameters for model in decoders)

@@ -440,6 +440,22 @@ def test_rotations_by_length_have_to_be_those_of_all_processes():
         assert context_parallel.largest_positions(shards, None, 6) == [int(part.max()) for part in parts]
 
 
+def test_a_forward_ends_with_other_layers_positions_masks_and_configs():
+    """A config may have the id of one that is gone."""
+    config, positions, mask = transformers.LlamaConfig(), torch.arange(4)[None], torch.ones(1, 4)
+    masked = context_parallel.Agreement(True, True, False)
+    first, second = torch.nn.Identity(), torch.nn.Identity()
+    forward = context_parallel.Forward(config, positions, masked, None, before=None)
+    forward.add(first, mask)
+    assert forward.covers(second, config, positions, mask) and not forward.covers(first, config, positions, mask)
+    assert not forward.covers(second, transformers.LlamaConfig(), positions, mask)
+    assert not forward.covers(second, config, positions.clone(), mask)
+    assert not forward.covers(second, config, positions, mask.clone())
+    assert context_parallel.Forward(config, positions, masked, None, before=forward).covers(first, config, positions, mask)
+    positions.add_(0)
+    assert not forward.covers(second, config, positions, mask)
+
+
 def test_largest_positions_of_documents(monkeypatch):
     whole = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2]])
     monkeypatch.setattr(context_parallel, "_gather", lambda *_: (whole,))
