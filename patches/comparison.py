@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import packing
 from .instance import patch_options, patched, pretrained_model, unpatch
-from .report import PatchReport
 
 # What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
 # value among many that every later layer has amplified.
@@ -85,12 +85,12 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
 
     Args:
         model: as for `patch`; patched or not, it is afterwards as it was before. A patched one is verified as it is patched, packed or
-            not. torch.compile wrappers are run uncompiled.
+            not. What torch.compile has compiled is run uncompiled.
         batch: keyword arguments of the model's forward, with its 2-D attention_mask (and decoder_attention_mask) if anything is padded.
     Raises:
         ValueError: there is no copy in higher precision to compare with, as the model is quantised or float64; the batch is no mapping or
             has no real token, or packs documents for an encoder; the model's output has nothing to compare; a PEFT adapter puts prompts
-            before the model.
+            before the model; a forward that was put on the model, as accelerator.prepare does, runs the model itself in a copy of it, too.
 
     Runs in evaluation mode without gradients. Needs memory for one more copy of the model in the reference dtype.
     """
@@ -123,18 +123,29 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
                 "cu_seq_lens_q/k; pass position_ids, too"
             )
     inputs = {"use_cache": False, **batch} if _takes(target, "use_cache") else dict(batch)
+    with patched(target, **patch_options(target)) as report:
+        before = report.calls
+        output = _output(target, inputs)
+        idle = tuple(name for name, count in report.calls.items() if count == before[name])
     eager = copy.deepcopy(target)
     unpatch(eager)
     eager.set_attn_implementation("eager")
     dtype = target.dtype
     reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-    eager_output = _output(eager, inputs)
+    with _modules_that_run(eager) as ran:
+        eager_output = _output(eager, inputs)
+    ran_in_original = [name for name in report.layers if name not in idle and ran.isdisjoint(_with_weights(eager.get_submodule(name)))]
+    if ran_in_original:
+        raise ValueError(
+            f"verify compares with a copy of the model, and {', '.join(ran_in_original)} did not run in it: a forward that was put on the "
+            "model, as accelerator.prepare does, or on a module inside runs the original's; verify before that, or unwrap the model"
+        )
     if hasattr(eager, "set_experts_implementation"):
         eager.set_experts_implementation("eager")  # grouped products know no float64
     for module in eager.modules():
         if getattr(module, "reorder_and_upcast_attn", False):
             module.reorder_and_upcast_attn = False  # GPT-2's order of operations for half types, which float64 does not need, and stops at
-    eager.to(reference_dtype)
+    type(eager).to(eager, reference_dtype)  # accelerate's dispatch_model puts a `to` on the original, which would convert that
     reference = _output(eager, _to_dtype(inputs, reference_dtype))
     real = _real_tokens(inputs, reference)
     if not real.any():
@@ -143,10 +154,6 @@ def verify(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Comparison:
         # NOTE: most eager attention has a float32 softmax even in a float64 model, where the mask of a row that is all padding overflows.
         with _SoftmaxAsItIs():
             reference = _output(eager, _to_dtype(inputs, reference_dtype))
-    with patched(target, **patch_options(target)) as report:
-        before = report.calls
-        output = _output(target, inputs)
-        idle = _idle_layers(report, before)
     error, eager_error = ((x.to(reference_dtype) - reference)[real].abs() for x in (output, eager_output))
     return Comparison(
         dtype, reference_dtype, error.max().item(), error.mean().item(), eager_error.max().item(), eager_error.mean().item(),
@@ -181,10 +188,24 @@ def _has_documents(batch: Mapping[str, torch.Tensor]) -> bool:
     return batch.get("cu_seq_lens_q") is not None
 
 
-def _idle_layers(report: PatchReport, before: dict[str, int]) -> tuple[str, ...]:
-    return tuple(name for name, count in report.calls.items() if count == before[name])
+@contextmanager
+def _modules_that_run(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Which modules of the model are called inside the with block."""
+    ran: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: ran.add(module)) for module in model.modules()]
+    try:
+        yield ran
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
+def _with_weights(layer: nn.Module) -> set[nn.Module]:
+    """The modules inside that have weights of their own; where none has, the layer itself."""
+    return {module for module in layer.modules() if any(True for _ in module.parameters(recurse=False))} or {layer}
+
+
+@torch.compiler.set_stance("force_eager")  # calls of our op are not counted else
 @torch.no_grad()
 def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
     """Logits or last hidden states [B, S, ...], or what stands in their place, in evaluation mode; the training flags are put back."""

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import small_models
 import tiny_models
 import torch
+from accelerate import dispatch_model
 from peft import PrefixTuningConfig, get_peft_model
 from small_models import FAMILIES
 from tiny_models import VERSION
@@ -100,6 +102,45 @@ def test_a_wrong_attention_is_found(monkeypatch):
     assert not comparison.ok
     assert comparison.ratio > 100
     assert comparison.verdict.startswith("wrong: ")
+
+
+def halve_attention(monkeypatch):
+    attend = patches.rotary.attend
+    monkeypatch.setattr(patches.rotary, "attend", lambda *args, **kwargs: attend(*args, **kwargs) * 0.5)
+
+
+def test_a_dispatched_model_is_not_converted():
+    """accelerate puts a `to` of the original on it, which a copy has, too."""
+    model = dispatch_model(small_models.model("llama"), {"": "cpu"}, force_hooks=True)
+    weights = copy.deepcopy(model.state_dict())
+    comparison = hf_flash2.verify(model, small_models.batch("left"))
+    assert comparison.ok, comparison
+    assert comparison.eager_mean_error > 0
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("whose", ["", "model.layers.1", "model.layers.1.self_attn"])
+def test_a_forward_that_runs_the_original_in_a_copy_is_refused(whose, monkeypatch):
+    """It would be compared with itself, whatever it is."""
+    model = small_models.model("llama")
+    module = model.get_submodule(whose)
+    forward = module.forward
+    module.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    halve_attention(monkeypatch)
+    with pytest.raises(ValueError, match="model.layers.1.self_attn did not run in it"):
+        hf_flash2.verify(model, small_models.batch("left"))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("whose", ["", "model.layers.1"])
+def test_what_is_compiled_in_place_runs_uncompiled(whose, broken, monkeypatch):
+    model = small_models.model("llama")
+    model.get_submodule(whose).compile(backend="eager")
+    if broken:
+        halve_attention(monkeypatch)
+    comparison = hf_flash2.verify(model, small_models.batch("left"))
+    assert comparison.ok == (not broken), comparison
+    assert not comparison.idle_layers
 
 
 def test_a_layer_whose_op_does_not_run_is_found():
