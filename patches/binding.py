@@ -15,7 +15,7 @@ from types import FunctionType, MethodType
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..notices import CALLS, Calls
+from ..notices import CALLS, NAME, Calls
 
 LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
@@ -191,6 +191,11 @@ def switch(model: PreTrainedModel, implementation: str | dict[str, str], configs
 def restore_configs(root: nn.Module, configs: list[OwnConfig]) -> None:
     """Put the original configs back, with the changes that were made to the copies meanwhile (the implementation apart)."""
     originals = {id(config.own): config.original for config in configs}
+    before = {type(config.own): config.attributes.get(IMPLEMENTATION) for config in configs if _is_switched(config.own)}
+    for module in root.modules():  # a layer that was copied meanwhile, as PEFT's layer_replication does it, has a copy of its config
+        own = vars(module).get("config")
+        if LAYER in vars(module) and type(own) in before and id(own) not in originals and _is_switched(own):
+            vars(own)[IMPLEMENTATION] = before[type(own)]
     for config in configs:
         vars(config.own)[IMPLEMENTATION] = config.attributes.get(IMPLEMENTATION)
         _replace(config.own, originals)
@@ -202,6 +207,10 @@ def restore_configs(root: nn.Module, configs: list[OwnConfig]) -> None:
             vars(config.original).pop(name, None)
     for module in root.modules():
         _replace(module, originals)
+
+
+def _is_switched(config: PretrainedConfig) -> bool:
+    return vars(config).get(IMPLEMENTATION) == NAME
 
 
 def _replace(holder: object, replacements: dict[int, PretrainedConfig]) -> None:

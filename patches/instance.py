@@ -114,20 +114,29 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`: forwards, configs and implementation are the ones from before. Does nothing to a model that is not patched.
 
     Raises:
-        ValueError: the model is a part of a larger one that was patched as a whole, or no model.
+        ValueError: the model is a part of a larger one that was patched as a whole (unpatch that before parts are copied or taken out), or
+            no model.
+
+    A backward behind it finds other attention where layers with gradient checkpointing run once more: call it before.
     """
     _check_is_module(model)
     patches = [vars(module).pop(_PATCH) for module in model.modules() if _PATCH in vars(module)]
     if not patches and any(LAYER in vars(module) for module in model.modules()):
-        raise ValueError(f"this {type(model).__name__} was patched as a part of a larger model; call unpatch on that model")
-    _unbind_layers(model)
+        raise ValueError(
+            f"this {type(model).__name__} was patched as a part of a larger model; call unpatch on that model, before you copy or take out "
+            "parts of it"
+        )
     for record in patches:
         restore_configs(model, record.configs)
+    _unbind_layers(model)
 
 
 @contextmanager
 def patched(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) -> Iterator[PatchReport]:
-    """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before."""
+    """Patch the model inside a with block. At its end, normal or by an exception, the model is as it was before.
+
+    The backward belongs inside: layers with gradient checkpointing run in it once more.
+    """
     _check_is_module(model)
     before = _patches(model)
     report = patch(model, packed=packed, keep_logits=keep_logits)

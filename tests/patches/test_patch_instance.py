@@ -258,6 +258,18 @@ def test_a_deep_copy_stands_alone(family):
     assert all(is_ours(module) for module in small_models.attention_layers(model).values())
 
 
+def test_a_layer_copied_meanwhile_goes_back_too():
+    """PEFT's layer_replication copies layers with their configs."""
+    model = small_models.model("llama")
+    hf_flash2.patch(model)
+    copied = copy.deepcopy(model.model.layers[0])
+    model.model.layers.append(copied)
+    copied.self_attn.layer_idx = model.config.num_hidden_layers = 2
+    hf_flash2.unpatch(model)
+    assert [layer.self_attn.config._attn_implementation for layer in model.model.layers] == ["eager"] * 3
+    assert not any(is_ours(module) for module in small_models.attention_layers(model).values())
+
+
 def test_patched_undoes_itself_also_after_an_exception():
     model = small_models.model("gpt2")
     before = snapshot(model)
