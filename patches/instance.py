@@ -45,7 +45,7 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
             come in, are packed once into [1, T], and hidden states and logits come out [B, S] again, zero in the padding. For training, and
             for evaluation with use_cache=False; calls with a cache run padded. Positions are those of the padded batch. In training with
             labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label, where
-            the head is plain; `report.loss` says whether.
+            the head is plain, and the model's own forward is asked for it; `report.loss` says whether.
             Equal to the padded run with two exceptions, both about labels at padding: a token is not predicted from padding before it (the
             first label of a left-padded row, unless it is -100), and labels that padding itself would have to predict do not count. As
             without packed, what a head makes of padding itself is implementation-defined: heads that choose among all positions of a row
@@ -100,12 +100,17 @@ def _implementations_of_modules(model: nn.Module) -> dict[nn.Module, str]:
 def _patch_again(before: list[tuple[PreTrainedModel, _Patch, dict[nn.Module, str]]]) -> None:
     """As they were patched before, with the reports that their user holds, which count on."""
     for part, record, implementations in before:
-        patch(part, **record.options)
-        for name, calls in record.report.layers.items():
+        again, report = patch(part, **record.options), record.report
+        for name, calls in report.layers.items():
             setattr(part.get_submodule(name), CALLS, calls)
-        if record.report.forwards is not None:
-            setattr(base_of(part), CALLS, record.report.forwards)
-        vars(part)[_PATCH].report = record.report
+        if report.forwards is not None:
+            setattr(base_of(part), CALLS, report.forwards)
+        report.expected_loss = again.expected_loss
+        if again.losses is None or report.losses is None:  # somebody has wrapped the model's forward meanwhile, or no longer does
+            report.losses = again.losses
+        else:
+            setattr(part, CALLS, report.losses)
+        vars(part)[_PATCH].report = report
         for module, implementation in implementations.items():
             setattr(module.config, IMPLEMENTATION, implementation)
 
@@ -280,14 +285,17 @@ def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport
         raise ValueError(f"{report.model} cannot run packed: {reason}; use patch(model), whose kernels skip the padding in attention")
     report.forwards = bind(base, in_place_of(type(base).forward, base_forward))
     if keep_logits:
-        report.loss = "from logits, by Transformers (keep_logits=True)"
+        report.expected_loss = "not ours: keep_logits=True"
     elif (reason := reason_loss_is_upstream(model)) is not None:
-        report.loss = f"from logits, by Transformers: {reason}"
+        report.expected_loss = f"not ours: {reason}"
     elif (wrapper := wrapper_of(model)) is not None:
-        report.loss = f"not ours: {wrapper} wraps the model's forward already (patch before that, as before accelerator.prepare)"
+        report.expected_loss = (
+            f"not ours: {wrapper} wraps the model's forward already (patch before that, as before accelerator.prepare, where the wrapper "
+            "calls what it wraps)"
+        )
     else:
-        bind(model, in_place_of(type(model).forward, causal_lm_forward))
-        report.loss = "in chunks, without logits, in training with labels"
+        report.losses = bind(model, in_place_of(type(model).forward, causal_lm_forward))
+        report.expected_loss = "in chunks, without logits, in training with labels"
 
 
 def _unbind_layers(model: nn.Module) -> None:

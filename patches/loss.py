@@ -17,11 +17,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput
 
 from .. import cross_entropy, ops
-from ..notices import notice
+from ..notices import CALLS, notice
 from .binding import by_name, upstream
 from .contract import CACHES
 from .packed import looks_at_rows, token_shape, wants_router_logits
 
+IN_CHUNKS, FROM_LOGITS = "in chunks", "from logits"  # how a call with labels had its loss, in the report's counter
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
 # columns 1 GB of traffic a time.
@@ -46,6 +47,8 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         and model.loss_function is ForCausalLMLoss and not looks_at_rows(model.get_output_embeddings()) and not ops.is_transformed()
         and not wants_router_logits(model, inputs)
     )  # fmt: skip
+    if labels is not None:
+        _count(model, IN_CHUNKS if only_the_loss else FROM_LOGITS)
     if not only_the_loss:
         return upstream(model, **inputs)
     about_loss = {name: inputs.pop(name, None) for name in ("labels", "shift_labels", "ignore_index", "logits_to_keep", "return_dict")}
@@ -59,6 +62,11 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     )
     caches = {name: output.get(name) for name in CACHES if name in CausalLMOutputWithCrossAttentions.__dataclass_fields__}
     return CausalLMOutputWithCrossAttentions(loss=loss, hidden_states=output.get("hidden_states"), **caches)
+
+
+@torch.compiler.disable  # a graph would count once
+def _count(model: PreTrainedModel, route: str) -> None:
+    vars(model)[CALLS][route] += 1
 
 
 @torch.compiler.disable  # the number of labels is a shape, and only the host knows what to do with it

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..notices import Calls
+from .loss import IN_CHUNKS
 
 
 @dataclass
@@ -22,7 +23,9 @@ class PatchReport:
             are not counted.
         skipped: the reason for each part that was left as it was, by its name in the model.
         forwards: with packed=True, how often the decoder ran "packed", and by reason how often padded.
-        loss: with packed=True, where the loss is computed.
+        expected_loss: with packed=True, how the loss is computed where the model's own forward is asked for it in training, or why that is
+            not ours; it comes from logits then.
+        losses: where it may be ours, how often the model's own forward was asked for a loss and computed it "in chunks" or "from logits".
     """
 
     model: str
@@ -32,7 +35,8 @@ class PatchReport:
     layers: dict[str, Calls] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     forwards: Counter[str] | None = None
-    loss: str | None = None
+    expected_loss: str | None = None
+    losses: Calls | None = None
 
     @property
     def backend(self) -> str:
@@ -55,6 +59,19 @@ class PatchReport:
     def calls(self) -> dict[str, int]:
         """How often our op ran for each patched layer since `patch`."""
         return {name: routes.total() - routes["sdpa"] for name, routes in self.layers.items()}
+
+    @property
+    def loss(self) -> str | None:
+        """With packed=True, who computes the loss, as far as calls have shown it: programs may go around the model's own forward."""
+        if self.losses is None:
+            return self.expected_loss
+        counts = ", ".join(f"{count} {route}" for route, count in self.losses.most_common())
+        if IN_CHUNKS in self.losses:
+            return f"{self.expected_loss}: {counts}"
+        if not counts and not any(self.layers.values()):
+            return self.expected_loss
+        unasked = "the model's own forward was given no labels; where there was a loss, somebody else computed it, as TRL's trainers do"
+        return f"not ours so far: {counts or unasked}"
 
     def __str__(self) -> str:
         lines = [

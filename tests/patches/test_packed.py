@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -17,6 +18,7 @@ import transformers
 from emulator import build
 from hf_flash2.patches import contract, packed
 from hf_flash2.patches import loss as packed_loss
+from peft import LoraConfig, get_peft_model
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlamaModel, LlavaConfig, LlavaForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -222,7 +224,7 @@ def test_classification_heads_see_a_padded_run():
     inputs, labels = batch("right"), torch.tensor([0, 1, 0, 1])
     assert_close(loss_and_gradients(model, **inputs, labels=labels), loss_and_gradients(eager, **inputs, labels=labels))
     assert report.forwards == {"packed": 1}
-    assert report.loss == "from logits, by Transformers: it has no language model head"
+    assert report.loss == "not ours: it has no language model head"
 
 
 # ------------------------------------------------------------------------------------------------------------------------------------- loss
@@ -886,14 +888,69 @@ def test_a_batch_without_padding_is_left_as_it_is():
 
 def test_report():
     _, model, report = twins("llama")
-    model(**batch("right"))
-    model(**batch("right"), use_cache=True)
-    model(**batch("right"))
+    assert str(report).splitlines()[-1] == f"  loss      {IN_CHUNKS}"
+    labels = small_models.labels(batch("right"))
+    model.eval()(**batch("right"), labels=labels, use_cache=False)
+    assert report.loss == "not ours so far: 1 from logits"
+    model.train()(**batch("right"))
+    model(**batch("right"), labels=labels, use_cache=True)
+    model(**batch("right"), labels=labels)
     assert str(report).splitlines()[-2:] == [
-        "  decoder   packed: 2 packed, 1 with a cache",
-        "  loss      in chunks, without logits, in training with labels",
+        "  decoder   packed: 3 packed, 1 with a cache",
+        f"  loss      {IN_CHUNKS}: 2 in chunks, 1 from logits",
     ]
     assert "decoder" not in str(hf_flash2.patch(small_models.model("llama")))
+
+
+def call_the_decoder_alone(model):
+    model.forward = lambda labels, **inputs: types.SimpleNamespace(loss=own_loss(model, labels, **inputs))
+
+
+def call_the_decoder_if_asked(model):
+    """As TRL's trainers do it, which ask."""
+    around = model.forward
+
+    def forward(self, *args, its_own_head: bool = True, labels=None, **kwargs):
+        if not its_own_head:
+            return around(*args, labels=labels, **kwargs)
+        return types.SimpleNamespace(loss=own_loss(self, labels, *args, **kwargs))
+
+    model.forward = types.MethodType(functools.wraps(type(model).forward)(forward), model)
+
+
+def take_the_labels_out(model):
+    """As Trainer does for a loss of the user's."""
+    around = model.forward
+
+    def forward(labels, **inputs):
+        logits = around(**inputs).logits
+        return types.SimpleNamespace(loss=ForCausalLMLoss(logits, labels, VOCABULARY))
+
+    model.forward = forward
+
+
+def own_loss(model, labels, **inputs) -> torch.Tensor:
+    return ForCausalLMLoss(model.lm_head(model.base_model(**inputs).last_hidden_state), labels, VOCABULARY)
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("go_around", [call_the_decoder_alone, call_the_decoder_if_asked, take_the_labels_out])
+def test_a_loss_that_somebody_else_computes_is_not_called_ours(go_around, with_lora):
+    eager, model, report = twins("llama")
+    go_around(model)
+    assert report.loss == IN_CHUNKS
+    outer = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).train() if with_lora else model
+    inputs = batch("right")
+    labels = small_models.labels(inputs)
+    torch.testing.assert_close(outer(**inputs, labels=labels).loss, eager(**inputs, labels=labels).loss)
+    assert report.forwards == {"packed": 1} and report.losses == {}
+    assert report.loss.startswith("not ours so far: ") and report.loss in str(report)
+    if go_around is call_the_decoder_if_asked:
+        outer(**inputs, labels=labels, its_own_head=False)
+        assert report.loss == f"{IN_CHUNKS}: 1 in chunks"
+    hf_flash2.unpatch(model)
+    outer(**inputs, labels=labels)
+    assert report.losses.total() == (go_around is call_the_decoder_if_asked)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -964,7 +1021,7 @@ _SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 IN_CHUNKS = "in chunks, without logits, in training with labels"
-# name -> where the loss is computed
+# name -> what the report says of the loss
 PACKABLE = {
     "Qwen2": IN_CHUNKS, "Qwen3": IN_CHUNKS, "Phi3": IN_CHUNKS, "Olmo2": IN_CHUNKS, "SmolLM3": IN_CHUNKS, "Starcoder2": IN_CHUNKS,
     "Gemma": IN_CHUNKS, "Glm4": IN_CHUNKS,
@@ -1187,7 +1244,7 @@ def test_a_forward_that_does_more_to_logits_or_loss_keeps_its_loss(model_class):
     eager = model_class._from_config(small_models.config("llama"), attn_implementation="eager").train()
     model = copy.deepcopy(eager)
     report = hf_flash2.patch(model, packed=True)
-    assert report.loss.startswith("from logits, by Transformers: its forward has ")
+    assert report.loss.startswith("not ours: its forward has ")
     inputs = batch("dense") | {"use_cache": False, "labels": batch("dense")["input_ids"]}
     assert_close({"loss": model(**inputs).loss.detach()}, {"loss": eager(**inputs).loss.detach()})
 
@@ -1376,13 +1433,13 @@ KEEP_THEIR_LOSS = {
 def test_what_a_forward_does_beside_the_loss_is_seen_in_its_source(model_class):
     reason = KEEP_THEIR_LOSS[model_class]
     found = hf_flash2.patch(model_class(small_models.config("llama")), packed=True).loss
-    assert found.startswith(IN_CHUNKS if reason is None else f"from logits, by Transformers: {reason}")
+    assert found.startswith(IN_CHUNKS if reason is None else f"not ours: {reason}")
 
 
 def test_a_loss_function_that_is_there_already_keeps_its_logits():
     model = small_models.model("llama")
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    assert hf_flash2.patch(model, packed=True).loss == "from logits, by Transformers: its loss function is its own"
+    assert hf_flash2.patch(model, packed=True).loss == "not ours: its loss function is its own"
 
 
 def refusal(model) -> str:
@@ -1718,7 +1775,7 @@ class MyLlamaModel(LlamaModel):
     model = small_models.model("llama")
     model.__class__ = cells.MyLlamaForCausalLM
     report = hf_flash2.patch(model, packed=True)
-    assert report.loss == "from logits, by Transformers: the source of its forward cannot be read"
+    assert report.loss == "not ours: the source of its forward cannot be read"
     hf_flash2.unpatch(model)
     model.model.__class__ = cells.MyLlamaModel
     with pytest.raises(ValueError, match="cannot run packed: the source of its forward cannot be read"):

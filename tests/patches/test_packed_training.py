@@ -77,7 +77,7 @@ def distributed_rank(rank: int, folder: str) -> None:
         torch.testing.assert_close(losses / 2, torch.stack(expected), rtol=TOLERANCE, atol=0)
         assert set(report.calls.values()) == {STEPS}
         if packed:
-            assert report.forwards == {"packed": STEPS} and "in chunks" in report.loss
+            assert report.forwards == {"packed": STEPS} and report.losses == {"in chunks": STEPS}
 
 
 def test_two_processes_whose_head_gathers_its_weights(tmp_path):
@@ -156,7 +156,7 @@ def test_accelerate_mixed_precision():
         output.loss.backward()
     assert set(seen) == {torch.bfloat16}
     assert [report.forwards["packed"] for report in reports] == [1, 1]
-    assert reports[0].loss.startswith("in chunks") and reports[1].loss.startswith("not ours: accelerate wraps")
+    assert reports[0].losses == {"in chunks": 1} and reports[1].loss.startswith("not ours: accelerate wraps")
     hf_flash2.unpatch(before)  # what accelerate's wrapper still refers to runs as upstream
     assert before(**inputs).logits is not None
 
@@ -203,6 +203,7 @@ def test_trainer(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     evaluated = "packed" if VERSION >= (5, 0) else "with a cache"  # Trainer of Transformers 5 evaluates with use_cache=False
     assert report.forwards == Counter(["packed"] * 3 + [evaluated])
+    assert report.losses == {"in chunks": 3, "from logits": 1}
 
 
 INVOCATION = 7  # a token
@@ -318,4 +319,4 @@ def test_compiled_without_recompiling_for_every_batch():
         graphs.append(counters["stats"]["unique_graphs"] - before)
     torch._dynamo.reset()
     assert graphs == [1, 1, 0, 0, 0, 0]  # one for the first number of tokens, one for any
-    assert report.forwards == {"packed": 6}
+    assert report.forwards == {"packed": 6} and report.losses == {"in chunks": 6}

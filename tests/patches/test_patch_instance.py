@@ -304,12 +304,23 @@ def test_any_error_leaves_the_model_as_it_was(packed, monkeypatch):
 
 
 def test_a_report_of_a_packed_model_counts_on():
-    model = small_models.model("llama")
+    model = small_models.model("llama").train()
     report = hf_flash2.patch(model, packed=True)
+    inputs = small_models.batch("right")
     with hf_flash2.patched(model):
         pass
-    model(**small_models.batch("right"), use_cache=False)
-    assert report.forwards == {"packed": 1}
+    model(**inputs, labels=small_models.labels(inputs))
+    assert report.forwards == {"packed": 1} and report.losses == {"in chunks": 1}
+    # A patch under a wrapper leaves the loss alone.
+    model.forward = lambda forward=model.forward, **inputs: forward(**inputs)
+    for wrapped in (True, False):
+        with hf_flash2.patched(model):
+            pass
+        assert model(**inputs, labels=small_models.labels(inputs)).loss is not None
+        assert report.forwards == {"packed": 2 if wrapped else 3} and (report.losses is None) == wrapped
+        assert report.loss.startswith("not ours: " if wrapped else "in chunks")
+        if wrapped:
+            del model.forward
 
 
 def test_patched_leaves_a_patched_model_patched():
