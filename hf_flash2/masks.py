@@ -24,13 +24,14 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # What the mask function gives to the layers is a tensor that says where the sequences are by itself, because models and their hooks move,
 # copy and save it:
 #   bool  [B, Sk]            True = a real key; the queries are the last columns
-#   uint16, uint32 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL
+#   uint16, uint32 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL; one element
+#                            for all (stride 0) = nothing is padded
 #   uint8 [B, 2 * Sk]        static cache, causal: real keys | columns before the first query
 #   uint8 [B, 2, Sk]         documents, no cache: real keys, first token of each document; likewise uint16 or uint32
 #   bool  [B, 1, Sq, Sk]     no plain pattern: for SDPA
-# An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again; what detaches or
-# copies a mask loses it (reentrant checkpointing). A model may hand its mask to a decoder that asks for one again: then Transformers makes
-# bool of two dimensions, which the first three forms survive.
+# An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again; what detaches
+# (reentrant checkpointing) or copies a mask loses it, and a copy has other strides. A model may hand its mask to a decoder that asks for
+# one again: then Transformers makes bool of two dimensions, which the first three forms survive.
 ATTRIBUTE = "_hf_flash2"
 _CAUSAL, _BIDIRECTIONAL = torch.uint16, torch.uint32  # dtypes, as those are known while compiling; of those that no mask of users has
 MAYBE_DOCUMENTS = (
@@ -91,6 +92,8 @@ class Sequences:
         if holds_documents(mask):
             return cls(mask[:, 0].bool(), 0, mask[:, 1].bool(), _coded(mask))
         width = mask.shape[1]
+        if _coded(mask) is not None and mask.stride(1) == 0:
+            return cls(mask.bool(), causal=_coded(mask), whole=True)
         if _is_of_static_cache(mask, seqlen_k):
             planes = mask.unflatten(1, (2, seqlen_k)).bool()
             return cls(planes[:, 0], planes[0, 1].sum(), causal=True)
@@ -206,9 +209,12 @@ def hf_flash2_mask(
 
     # A tensor offset is not read: there may be empty slots behind the queries wherever there is room for them.
     empty_slots = pattern.causal and kv_offset == 0 and kv_length > q_length + (0 if isinstance(q_offset, torch.Tensor) else q_offset)
-    whole = attention_mask is None and not empty_slots
-    if whole and agree:
-        return None
+    if attention_mask is None and not empty_slots:
+        if agree:
+            return None
+        real = torch.ones((), dtype=torch.bool, device=device)
+        shape = (batch_size, kv_length)
+        return attach(real.to(code).expand(shape), Sequences(real.expand(shape), causal=pattern.causal, whole=True))
     if attention_mask is None:
         key_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:
@@ -220,7 +226,7 @@ def hf_flash2_mask(
     if not empty_slots:
         # Not the tensor itself: it would hold itself, and only the garbage collector would free it.
         mask = key_mask.detach() if code is None else key_mask.to(code)
-        return attach(mask, Sequences(key_mask, causal=pattern.causal, whole=whole))
+        return attach(mask, Sequences(key_mask, causal=pattern.causal))
     column = torch.arange(kv_length, device=key_mask.device)
     key_mask = key_mask & (column < q_offset + q_length)
     mask = torch.cat((key_mask, (column < q_offset).expand_as(key_mask)), 1).to(torch.uint8)
