@@ -20,7 +20,7 @@ from .. import cross_entropy, ops
 from ..notices import CALLS, notice
 from .binding import by_name, upstream
 from .contract import CACHES
-from .packed import looks_at_rows, token_shape, wants_router_logits
+from .packed import has_no_values, looks_at_rows, token_shape, wants_router_logits
 
 IN_CHUNKS, FROM_LOGITS = "in chunks", "from logits"  # how a call with labels had its loss, in the report's counter
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
@@ -45,7 +45,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         and inputs.get("return_dict") is not False and inputs.get("encoder_hidden_states") is None
         and isinstance(inputs.get("logits_to_keep", 0), int) and not inputs.get("logits_to_keep")
         and model.loss_function is ForCausalLMLoss and not looks_at_rows(model.get_output_embeddings()) and not ops.is_transformed()
-        and not wants_router_logits(model, inputs)
+        and not wants_router_logits(model, inputs) and not has_no_values(labels)
     )  # fmt: skip
     if labels is not None:
         _count(model, IN_CHUNKS if only_the_loss else FROM_LOGITS)

@@ -116,7 +116,7 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with a cache"
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return "with a mask that is not [B, S]"
-    if mask.is_meta or isinstance(mask, FakeTensor):  # as torch.export has it
+    if has_no_values(mask):
         return "with a mask that has no values"
     if module.config._attn_implementation != NAME or ALL_ATTENTION_FUNCTIONS[NAME] is not hf_flash2_attention:
         return "with another attention"
@@ -163,6 +163,11 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
     if not last and rotates_by_length(module.config):
         return "with columns of padding at the end, where positions are rotated by their number"
     return Packing(*packing.token_indices(mask, lengths), longest, batch, seqlen)
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Whether nothing can be made of what is in it, as on the meta device and in torch.export. Of what Dynamo traces, it is not asked."""
+    return not torch.compiler.is_dynamo_compiling() and (x.is_meta or isinstance(x, FakeTensor))
 
 
 def wants_router_logits(model: PreTrainedModel, inputs: dict) -> bool:
