@@ -9,7 +9,7 @@
 //   (order.cpp) - wgmma and copies reading what was written without fence.proxy.async, and flat copies after an acquire or before a release
 //   without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half
 //   full - more arrivals than a barrier expects - tensor copies all outside a tensor that begins before its data - acquiring loads of what
-//   nothing has cleared - flat copies, semaphores, reductions and streaming loads of a kernel that was launched early before one of the block's
+//   nothing has cleared - flat copies, semaphores and reductions of a kernel that was launched early before one of the block's
 //   threads has waited for the kernel before, and the end of a block without that wait (tensor copies and plain loads may come earlier: of
 //   inputs; acquiring loads, too, where the kernel before let this one begin when it had waited itself: then they give what is there, or zero,
 //   all of a kernel or by lot; of such a kernel those blocks have to wait that got a zero for it, and at least one) - in clusters of two
