@@ -539,6 +539,18 @@ def test_rows_of_a_warpgroup_see_no_key_but_others_of_the_tile_do(head_dim, wind
     check(emulate("sm90", sample, with_dlse=True), sample, with_dlse=True)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
+@pytest.mark.parametrize("heads", ((2, 2), (4, 2)))
+@pytest.mark.parametrize("lengths", ((0, 0), (0, 0, 0, 1)), ids=("none", "one"))
+def test_padded_batches_of_few_tokens(lengths, heads, head_dim, deterministic, emulate):
+    """The last kernel of the backward finds no dq to convert, neither in padding nor where a task has stored it: such thread blocks end at
+    once, and only the last one, or those for dk and dv, wait for the kernel before."""
+    case = Case("few", head_dim, heads=heads, lengths_q=lengths, form="ranges", padding="mixed", causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, resident=3, deterministic=deterministic), sample)
+
+
 ROUNDING_WARPS = 96  # csrc/attention/workspace.cuh
 SEMAPHORES = 4  # of a tile of dQ: Workspace::kSemaphores
 # Of the Hopper backward: queries, keys.

@@ -9,9 +9,9 @@ namespace hf_flash2 {
 // semaphores.
 __device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the kernel before has ended; all it wrote can be seen. By every block of a kernel that is launched early, whether or not it
-// reads anything of the kernel before: the end of this kernel tells those behind it that both have ended. Where blocks ask semaphores what they
-// may read, by those that may not yet, and at least one.
+// Waits until the kernel before has ended; all it wrote can be seen. By every block of a kernel that is launched early, but for those that have
+// nothing to do, or ask semaphores what they may read and may. By one in any case, even if none reads anything of the kernel before: a kernel
+// whose blocks all end without can end first, and its end is what tells those behind it, launched early or not, that both have ended.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace hf_flash2

@@ -38,6 +38,11 @@ enum Fault {
   kMisaligned,        //
   kNoKernelWait,      // the kernel, which is launched early, ends without a wait for the one before
   kUnheeded,          // the same, of a kernel that reads a semaphore first
+  kIdleBlock,         // no fault: another thread block, which has nothing to do, ends without that wait, and this one waits
+  kIdleBlocks,        // both end without it
+  kBusyBlock,         // the other one meets at a barrier before it ends without it
+  kBusyWarps,         // or its warps do
+  kBusyMemory,        // or it writes shared memory
   kEarlyAccess,       // or reads a semaphore before that wait, and the one before has let it begin before it had waited itself
   kUncleared,         // or reads a semaphore that holds what scratch is poisoned with
   kNoReadWait,        // a thread ends while the copy engine still has to read its shared memory
@@ -74,7 +79,14 @@ __global__ void __launch_bounds__(128) product_kernel(const __grid_constant__ Ar
   const Fault fault = arguments.fault;
   const uint32_t sA = shared_address(memory), sB = sA + kTileBytes, b_full = sB + kTileBytes;
   const int thread = threadIdx.x, lane = thread % 32;
-  if (fault != kNoKernelWait) semaphore_read(semaphore_of(arguments));
+  if (fault == kIdleBlocks) return;
+  if (blockIdx.x < gridDim.x - 1) {
+    if (fault == kBusyBlock) __syncthreads();
+    if (fault == kBusyWarps) __syncwarp();
+    if (fault == kBusyMemory) asm volatile("st.shared.u32 [%0], %1;" ::"r"(sA + thread * 4), "r"(0u));
+    return;
+  }
+  if (fault != kNoKernelWait && fault != kIdleBlock) semaphore_read(semaphore_of(arguments));
   if (fault != kNoKernelWait && fault != kUnheeded) wait_for_kernel_before();
   if (thread == 0) {
     mbarrier_init(b_full, 1);
@@ -166,7 +178,8 @@ extern "C" __attribute__((visibility("default"))) const char* run_with_fault(int
     arguments.out = out;
     arguments.fault = static_cast<Fault>(fault);
     launch<before_kernel>(arguments, 1, 32, 0, 0, nullptr, "before", Start::kEarly);
-    launch<product_kernel>(arguments, 1, 128, kSharedBytes, 0, nullptr, "product", Start::kEarly);
+    const int blocks = fault >= kIdleBlock && fault <= kBusyMemory ? 2 : 1;
+    launch<product_kernel>(arguments, blocks, 128, kSharedBytes, 0, nullptr, "product", Start::kEarly);
   } catch (const LaunchError& launch_error) {
     error = launch_error.what();
   }

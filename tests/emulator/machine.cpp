@@ -36,9 +36,7 @@ struct Machine {
   void** arguments;
   bool early;
   bool waited;              // some block, for the kernel before
-  bool ended_unwaited;      // some block, without that wait,
-  bool asked;               // or it read a semaphore before it
-  bool let_next_too_early;  // or let the next kernel begin before it
+  bool let_next_too_early;  // some block let the next kernel begin before it had waited
   bool older_ended;         // the kernel before let this one begin, if early, when the one before itself had ended
   std::string error;
 
@@ -84,7 +82,7 @@ void thread_main() {
   if (fiber.block->peer != nullptr) complete_cluster_barrier(*fiber.block);
   if (fiber.block->live == 0) {
     if (fiber.block->told_to_wait) check_kernel_before("after a semaphore of the past, the end of the block");
-    machine.ended_unwaited |= !fiber.block->after_kernel_before;
+    if (fiber.block->busy && !fiber.block->asked) check_kernel_before("the end of the block");
     check_visits(*fiber.block);
     for (int id = 0; id < 16; ++id) {
       const NamedBarrier& barrier = fiber.block->barriers[id];
@@ -109,7 +107,7 @@ void start(Block& block, unsigned number, size_t dynamic_bytes) {
   const int threads = block_size.x;
   block.index = {number, 0, 0};
   block.live = threads;
-  block.after_kernel_before = !machine.early, block.told_to_wait = false;
+  block.after_kernel_before = !machine.early, block.asked = block.told_to_wait = block.busy = false;
   block.warps.assign(threads / kLanes, Warp{});
   block.barriers = {};
   block.groups.assign((block.warps.size() + kWarpsPerGroup - 1) / kWarpsPerGroup, Warpgroup{});
@@ -342,7 +340,7 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   grid_size = grid, block_size = block;
   machine.kernel = kernel, machine.arguments = arguments, machine.early = early;
   machine.older_ended = !machine.let_next_too_early;
-  machine.waited = !early, machine.ended_unwaited = machine.asked = machine.let_next_too_early = false;
+  machine.waited = !early, machine.let_next_too_early = false;
   machine.random = schedule.seed * 2654435761u | 1;
   machine.error.clear();
   unsigned started = 0;
@@ -359,11 +357,8 @@ std::string run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
         }
         for (int rank = 0; rank < cluster; ++rank) begin_clocks(**(machine.blocks.end() - 1 - rank));
       }
-      if (machine.blocks.empty()) {
-        if (machine.ended_unwaited && !machine.asked)
-          return "the end of the block before griddepcontrol.wait, in a kernel that was launched early";
-        return machine.waited ? "" : "the end of the kernel before griddepcontrol.wait, which was launched early";
-      }
+      // Its end says that all kernels before have ended, whatever its blocks had to do.
+      if (machine.blocks.empty()) return machine.waited ? "" : "the end of the kernel before griddepcontrol.wait, which was launched early";
       machine.warp = nullptr;
       Fiber& first = next();
       current = &first;
@@ -396,7 +391,7 @@ bool reads_of_the_past(const int32_t* semaphore) {
   if (!machine.older_ended) check_kernel_before("ld.acquire");
   const unsigned which = (grid_size.x + schedule.seed) % 3;  // the same every time
   const bool past = *semaphore != 0 && (which == 0 || (which == 1 && machine.draw() % 2 == 0));
-  machine.asked = true, block.told_to_wait |= past;
+  block.asked = true, block.told_to_wait |= past;
   return past;
 }
 
@@ -407,6 +402,7 @@ void check_kernel_before(const char* access) {
 void collective(const char* operation, void* arguments, void (*perform)(void* const (&lanes)[kLanes])) {
   Fiber& fiber = self();
   Warp& warp = fiber.block->warps[fiber.warp];
+  fiber.block->busy = true;
   if (warp.arrived == 0)
     warp.operation = operation;
   else if (warp.operation != operation && strcmp(warp.operation, operation) != 0)
@@ -429,6 +425,7 @@ bool arrive(NamedBarrier& barrier, int id, int threads) {
   if (barrier.arrived > 0 && barrier.threads != threads)
     fail("barrier %d with %d threads, others use it with %d", id, threads, barrier.threads);
   barrier.threads = threads;
+  self().block->busy = true;
   tell(barrier.told);
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;

@@ -9,16 +9,16 @@
 //   (order.cpp) - wgmma and copies reading what was written without fence.proxy.async, and flat copies after an acquire or before a release
 //   without one - wgmma without wgmma.fence - lanes of a warp in different operations - barriers whose users disagree or that are left half
 //   full - more arrivals than a barrier expects - tensor copies all outside a tensor that begins before its data - acquiring loads of what
-//   nothing has cleared - flat copies, semaphores and reductions of a kernel that was launched early before one of the block's
-//   threads has waited for the kernel before, and the end of a block without that wait (tensor copies and plain loads may come earlier: of
-//   inputs; acquiring loads, too, where the kernel before let this one begin when it had waited itself: then they give what is there, or zero,
-//   all of a kernel or by lot; of such a kernel those blocks have to wait that got a zero for it, and at least one) - in clusters of two
-//   blocks, copies and arrivals that reach a peer which has ended or, as far as barriers tell, may have; mbarriers of the peer that no barrier
-//   says are initialised.
+//   nothing has cleared - of a kernel that was launched early: flat copies, semaphores and reductions before one of the block's threads has
+//   waited for the kernel before; the end of a block without that wait, unless its threads returned before they met or used shared memory, as
+//   those do that have nothing to do; the end of all of them without it (tensor copies and plain loads may come earlier: of inputs; acquiring
+//   loads, too, where the kernel before let this one begin when it had waited itself: then they give what is there, or zero, all of a kernel or
+//   by lot, and of the blocks that ask in this way those have to wait that got a zero for it) - in clusters of two blocks, copies and arrivals
+//   that reach a peer which has ended or, as far as barriers tell, may have; mbarriers of the peer that no barrier says are initialised.
 // Warps of the second block of a cluster are counted from 16 on.
 // Not emulated: the memory model beyond that (what an acquire or another fence lets one see), register limits, larger clusters, operations of
-// part of a warp, wgmma operands without swizzle, time. What one block of a cluster tells the other through global memory is not known to the
-// other's check for races.
+// part of a warp, wgmma operands without swizzle, time, kernels that overlap (plain loads and stores that come too early go unnoticed). What one
+// block of a cluster tells the other through global memory is not known to the other's check for races.
 // Memory is host memory, so device pointers are host pointers. Nothing here knows attention.
 #pragma once
 #include <stddef.h>

@@ -170,6 +170,7 @@ unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment
   Block& block = *self().block;
   const Fiber& fiber = block.fibers[self().warp * kLanes + lane];
   unsigned char* memory = checked(block, address, bytes, alignment);
+  block.busy = true;
   for_granules(block, address, bytes, [&](Granule& granule) {
     if (granule.filling)
       fail("shared address 0x%x is %s while a copy into it is in flight: a wait is missing", address,

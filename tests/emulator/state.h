@@ -132,7 +132,9 @@ struct Block {
   uint3 index;
   int live;                  // threads that have not finished
   bool after_kernel_before;  // which has ended: known from its launch or since a thread waited for it
-  bool told_to_wait;         // by a semaphore: the kernel before had not come so far
+  bool asked;                // a semaphore, before that was known
+  bool told_to_wait;         // by one: the kernel before had not come so far
+  bool busy;                 // some thread has met others or used shared memory
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> barriers;
