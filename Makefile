@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# One worker per core without a GPU, one worker with one (tests/conftest.py), where pytest-xdist is there.
+# Without a GPU one worker per core, at most 8, with one none (tests/conftest.py), where pytest-xdist is there.
 PYTEST_FLAGS ?= $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo --numprocesses auto)
 VENV := .venv
 RUN := $(VENV)/bin/python

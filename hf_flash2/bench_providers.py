@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def padded_batch(self) -> packing.PaddedBatch:
-        return packing.padded_batch(self.real, self.point.seqlen, causal=self.point.causal)
+        return packing.padded_batch(self.real, self.point.seqlen, same_tokens=self.point.causal)
 
     @cached_property
     def pages(self) -> dict[str, torch.Tensor]:

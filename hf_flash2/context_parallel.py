@@ -198,6 +198,13 @@ def _version_of_any(x: object) -> int | None:
 forwards: dict[int, Forward] = {}  # id of a config, which the layers of a model share -> the last one
 
 
+def keep(forward: Forward, config: object) -> None:
+    """In `forwards`, as long as the config is there: what it holds of documents is memory of the device."""
+    if config is not None and id(config) not in forwards:
+        weakref.finalize(config, forwards.pop, id(config), None)
+    forwards[id(config)] = forward
+
+
 class Agreement(NamedTuple):
     """Of what processes have been given."""
 

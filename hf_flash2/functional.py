@@ -102,7 +102,7 @@ def flash_attn_ranges_func(
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
 
-    `hf_flash2.packing.padded_batch` makes the three from a 2-D attention mask.
+    `hf_flash2.packing.padded_batch` makes the three from a 2-D attention mask, with same_tokens=False for cross-attention.
     """
     if isinstance(key_mask, torch.Tensor) and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
@@ -146,15 +146,17 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
+    if block_table is not None:
+        raise ValueError("block_table is for flash_attn_with_kvcache; this function takes k and v as plain tensors")
     return _attention(
         _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _integer(max_seqlen_q), _integer(max_seqlen_k),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
 
 def _attention(
     check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux, block_table=None,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
 ):  # fmt: skip
     """Every function above: `check` is what it asks of its tensors; max_seqlen_q and _k are None for dense ones.
 
@@ -169,8 +171,7 @@ def _attention(
         try:
             key = (
                 check, ops.forms(q, k, v, seqlens_q, seqlens_k, key_mask), max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                *window_size, softcap, alibi_slopes, deterministic, None if s_aux is None else ops.form(s_aux), block_table,
-                native.forced_family(),
+                *window_size, softcap, alibi_slopes, deterministic, None if s_aux is None else ops.form(s_aux), native.forced_family(),
                 *map(type, (max_seqlen_q, max_seqlen_k, *window_size)),  # 5.0 is no integer, though it equals one
             )  # fmt: skip
             plan, padded = ops.plans.get(key, ops.UNKNOWN)
@@ -183,9 +184,7 @@ def _attention(
         else:
             _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
             _check_bound("max_seqlen_k", max_seqlen_k, seqlens_k)
-        scale, window, dropout_p, softcap = check_numbers(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table
-        )
+        scale, window, dropout_p, softcap = check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
         if s_aux is not None:
             check_sinks(s_aux, q)
         padded = v.shape[-1] if q.shape[-1] % HEAD_DIM_MULTIPLE or v.shape[-1] % HEAD_DIM_MULTIPLE else 0
@@ -197,7 +196,8 @@ def _attention(
         numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, softcap, deterministic)
         if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
             plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
-            ops.keep(key, plan, padded)
+            if plan is not None:
+                ops.keep(key, plan, padded)
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if plan is not None and not return_attn_probs and not padded and s_aux is None:
@@ -235,10 +235,10 @@ def check_are_tensors(**arguments) -> None:
             raise ValueError(f"{name} must be a dense tensor, got {kind} of layout {x.layout}; use {remedy}")
 
 
-def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, block_table=None) -> tuple:
+def check_numbers(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes) -> tuple:
     """softmax_scale, window_size, dropout_p and softcap as they are meant, once everything but the layout of the sequences has passed."""
     head_dim, head_dim_v = _check_tensors(q, k, v)
-    reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes, block_table=block_table)
+    reason = reason_unsupported(q.device.type, q.dtype, max(head_dim, head_dim_v), alibi_slopes=alibi_slopes)
     if reason is not None:
         raise ValueError(reason)
     cap, p, scale = _real(softcap), _real(dropout_p), softmax_scale

@@ -197,7 +197,7 @@ def _cuda_backends(index: int) -> list[dict[str, str | None]]:
     except (native.LibraryError, ValueError) as error:  # HF_FLASH2_FAMILY names what does not run here
         return [_row(f"{device}, any case", None, str(error))]
     dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in support.CUDA_DTYPES)
-    built = [dim for dim in support.KERNEL_HEAD_DIMS if dim in library["head_dims"]]
+    built = library["head_dims"]
     served = _row(f"{device}, {dtypes}, head dim up to {max(built)}", f"cuda-{family}", why_not_better)
     refused = {
         f"{device}, float32": support.reason_unsupported("cuda", torch.float32, 128),
@@ -237,7 +237,7 @@ def _strict() -> bool | None:
     return notices.is_strict()
 
 
-# The variables of this package, and what refuses a wrong value where that is read: the build's say so when it builds.
+# The variables of this package, and what refuses a wrong value where that is read: most of the build's say so when it builds.
 _VARIABLES: dict[str, Callable[[], Any]] = {
     "HF_FLASH2_FAMILY": native.forced_family,
     "HF_FLASH2_LOSS": lambda: native.eager_asked("HF_FLASH2_LOSS"),

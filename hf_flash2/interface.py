@@ -2,8 +2,8 @@
 patches/ call too.
 
 What our kernels cannot run is refused with the reason (ValueError), or, where the model itself asks for it, computed exactly by torch's
-SDPA with one warning; `set_strict(True)` turns those warnings into errors. Only this file, masks.py, registration.py and patches/ know
-Transformers.
+SDPA with one warning; `set_strict(True)` turns those warnings into errors. Of what a call of attention goes through, this file,
+masks.py, registration.py, shareable.py and, by names of arguments, tracing.py know Transformers, beside patches/.
 """
 
 import functools
@@ -273,7 +273,7 @@ def _check_shards(
         agreement = context_parallel.agree(shards, q.shape[:2], given, masked, of_documents, q.device)
         documents = _documents_of_shards(module, shards, q, mask, agreement, position_ids if checkable else None, cu_seqlens)
         forward = context_parallel.Forward(config, position_ids, agreement, documents, before=forward)
-        context_parallel.forwards[id(config)] = forward
+        context_parallel.keep(forward, config)
     forward.add(module, mask)
     return forward.documents
 

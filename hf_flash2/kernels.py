@@ -1,6 +1,6 @@
 """The calls into libhf_flash2.so: pack the params structs of csrc/params.h from tensors and run them on the current stream.
 
-Knows nothing of autograd or torch.library; called by ops.py, rotary.py and cross_entropy.py with checked CUDA tensors.
+Knows nothing of autograd or torch.library; called by ops.py, kvcache.py, rotary.py and cross_entropy.py with checked CUDA tensors.
 """
 
 import struct
@@ -333,4 +333,4 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 # PERF: torch's own raw getter, used by Triton and Inductor, costs 0.1 us; torch.cuda.current_stream makes a Stream object for 2.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where torch is built without CUDA

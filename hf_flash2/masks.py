@@ -104,7 +104,8 @@ class Sequences:
     def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
         """same_tokens: queries and keys are the same tokens and their positions matter, as they do when causal or under a window."""
         return self._once(
-            ("padded", seqlen_q, same_tokens), lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens)
+            ("padded", seqlen_q, same_tokens),
+            lambda: packing.padded_batch(self.key_mask, seqlen_q, self.q_offset, same_tokens=same_tokens),
         )
 
     def documents(self) -> Documents | None:

@@ -16,7 +16,7 @@ CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention laye
 
 logger = logging.getLogger(NAME)
 
-_SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
+_SWITCH = {"": False, "0": False, "no": False, "false": False, "off": False, "1": True, "yes": True, "true": True, "on": True}
 _strict: bool | None = None  # what set_strict was given; None = what HF_FLASH2_STRICT says
 _noticed: set[str] = set()
 _calls: dict[torch.nn.Module, list[str]] | None = None
@@ -34,7 +34,7 @@ def is_strict() -> bool:
     """What `set_strict` was given last, or else what HF_FLASH2_STRICT says.
 
     Raises:
-        ValueError: HF_FLASH2_STRICT is neither yes nor no.
+        ValueError: HF_FLASH2_STRICT is neither 0, no, false, off nor 1, yes, true, on.
     """
     if _strict is not None:
         return _strict

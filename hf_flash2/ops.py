@@ -37,7 +37,7 @@ _library.define(
 
 # How calls run, by all that this depends on: what functional.py checks, or what a layout is made from, for calls through the dispatcher.
 # With it, v's head dim where functional.py has to pad that, else 0.
-plans: dict[tuple, tuple["Plan | None", int]] = {}
+plans: dict[tuple, tuple["Plan", int]] = {}
 UNKNOWN = (None, 0)
 _MAX_PLANS = 1024  # where lengths change from batch to batch, there is no end of layouts
 
@@ -223,7 +223,7 @@ def plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers) -> Plan | None:
     return Plan(kernels.Layout(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers[:-1]), numbers)
 
 
-def keep(key: tuple, plan: Plan | None, padded: int = 0) -> None:
+def keep(key: tuple, plan: Plan, padded: int = 0) -> None:
     """Add to `plans`."""
     if len(plans) >= _MAX_PLANS:
         plans.clear()

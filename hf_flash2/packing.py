@@ -21,7 +21,7 @@ class PaddedBatch:
     key_mask: torch.Tensor  # uint8 [B, Sk]
 
 
-def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Tensor | None = None, causal: bool = True) -> PaddedBatch:
+def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Tensor | None = None, *, same_tokens: bool) -> PaddedBatch:
     """The sequences that a 2-D mask over the keys describes. No host synchronisation.
 
     Args:
@@ -29,8 +29,8 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
         seqlen_q: number of query rows Sq.
         q_offset: key column of the first query row; default Sk - Sq (the queries are the last columns, as with a dynamic cache). A static
             cache has empty slots behind the queries: pass how many tokens it held before. An int or a 0-d tensor.
-        causal: queries and keys are the same tokens, in order: padded query rows are left out, and keys behind the last query are not
-            visible. False for encoders and cross-attention, where every query row is computed.
+        same_tokens: queries and keys are the same tokens, in order, as where attention is causal: padded query rows are left out, and keys
+            behind the last query are not visible. False for encoders and cross-attention, where every query row is computed.
 
     The range of a sequence spans its first to its last real key; padding in between ("holes") is what key_mask is kept for. The last query
     row of a range lies at the last key of its range, so that bottom-right alignment is exact for any kind of padding.
@@ -38,11 +38,11 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
     batch, seqlen_k = key_mask.shape
     if seqlen_k == 0:  # of no columns there is no least
         empty = torch.zeros(3, batch, dtype=torch.int32, device=key_mask.device)
-        return PaddedBatch(empty[:2] if causal else None, empty, key_mask.to(torch.uint8))
+        return PaddedBatch(empty[:2] if same_tokens else None, empty, key_mask.to(torch.uint8))
     column = torch.arange(seqlen_k, device=key_mask.device)
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q
-    if causal:
+    if same_tokens:
         key_mask = key_mask & (column < q_offset + seqlen_q)
     start = torch.where(key_mask, column, seqlen_k).amin(1)
     end = torch.where(key_mask, column + 1, 0).amax(1)
@@ -51,7 +51,7 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
     holes = key_mask.sum(1) != length
     ranges_k = torch.stack((start, length, holes)).to(torch.int32)
     ranges_q = None
-    if causal:
+    if same_tokens:
         start_q = (start - q_offset).clamp(0, seqlen_q)
         end_q = (start + length - q_offset).clamp(0, seqlen_q)
         ranges_q = torch.stack((start_q, end_q - start_q)).to(torch.int32)

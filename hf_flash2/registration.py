@@ -24,6 +24,7 @@ from .notices import NAME, is_strict
 PAGED_NAME = f"paged|{NAME}"  # continuous batching of Transformers 5.0 to 5.22
 
 _problems: list[str] = []  # why something of the registration could not be done, in the words of an error message
+_to_wrap: list[tuple[Any, str]] = []  # owners and names of the functions that are wrapped, or should be
 _transformers: ModuleType | None = None
 
 
@@ -55,16 +56,8 @@ def registration_state() -> dict[str, Any]:
     """What `register` did, as plain data: versions, names, which functions of Transformers are wrapped, and problems in words."""
     if _transformers is None:
         return {"transformers": None, "registered": False, "names": [], "wrapped": {}, "trl": False, "problems": list(_problems)}
-    utils, model_class = _transformers.modeling_flash_attention_utils, _transformers.PreTrainedModel
     names = [name for name in (NAME, PAGED_NAME) if _transformers.AttentionInterface._global_mapping.get(name) is hf_flash2_attention]
-    wrapped = {
-        name: hasattr(getattr(owner, name, None), "_hf_flash2_wraps")
-        for owner, name in (
-            (utils, "_lazy_imports"),
-            (model_class, "_check_and_adjust_attn_implementation"),
-            (model_class, "get_correct_attn_implementation"),
-        )
-    }
+    wrapped = {name: hasattr(getattr(owner, name, None), "_hf_flash2_wraps") for owner, name in _to_wrap}
     return {
         "transformers": _transformers.__version__,
         "registered": NAME in names,
@@ -76,6 +69,8 @@ def registration_state() -> dict[str, Any]:
 
 
 def _wrap(owner: Any, name: str, wrapper: Any) -> None:
+    if (owner, name) not in _to_wrap:
+        _to_wrap.append((owner, name))
     original = getattr(owner, name, None)
     if original is None:
         _problems.append(

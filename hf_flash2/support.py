@@ -1,11 +1,10 @@
-"""What the kernels can do, as data, and the one function that says why not. Read by errors, `info`, tests and the README table."""
+"""What the kernels can do, as data, and the one function that says why not. Read by errors and `info`."""
 
 import torch
 
 MAX_HEAD_DIM = 512
 PAGE_MULTIPLE = 128  # tokens of a page of a cache
 HEAD_DIM_MULTIPLE = 8  # other head dims are zero-padded once in functional.py
-KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256, 512)  # every head dim runs on the next one of these
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -16,14 +15,16 @@ def reason_unsupported(
     head_dim: int,
     *,
     alibi_slopes: object = None,
-    block_table: object = None,
 ) -> str | None:
     """Why attention with these properties cannot run, as a sentence that ends with what to do; None when it can.
 
     Looks at values only: whether the CUDA library is there and fits the GPU is `native.reason_unavailable`.
     """
     if device_type not in ("cuda", "cpu"):
-        return f"device type must be cuda or cpu, got {device_type}; use attn_implementation='sdpa' on this device"
+        return (
+            f"device type must be cuda or cpu, got {device_type}; use attn_implementation='sdpa' "
+            "(for tensors: torch's scaled_dot_product_attention)"
+        )
     dtypes = CUDA_DTYPES if device_type == "cuda" else CPU_DTYPES
     if dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
@@ -32,9 +33,13 @@ def reason_unsupported(
             "load the model with dtype=torch.bfloat16, run it under torch.autocast, or cast the tensors"
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
-        return f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' for this model"
+        return (
+            f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}; use attn_implementation='sdpa' "
+            "(for tensors: torch's scaled_dot_product_attention)"
+        )
     if alibi_slopes is not None:
-        return "alibi_slopes are not supported yet; use attn_implementation='eager' for this model"
-    if block_table is not None:
-        return "block_table is for flash_attn_with_kvcache; this function takes k and v as plain tensors"
+        return (
+            "alibi_slopes are not supported; use attn_implementation='eager' "
+            "(for tensors: torch's scaled_dot_product_attention, with the bias as attn_mask)"
+        )
     return None

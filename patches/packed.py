@@ -15,7 +15,6 @@ What has to be right for the result to be that of the padded run:
 * inside torch.func.vmap nobody may ask how many real tokens there are, so all its transforms run padded.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -85,9 +84,7 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
     """
     reason = _reason_to_stay_padded(module, inputs)
     layout = _layout(module, inputs["attention_mask"]) if reason is None else reason
-    routes: Counter | None = vars(module).get(CALLS)
-    if routes is not None:
-        routes[layout if isinstance(layout, str) else PACKED] += 1
+    vars(module)[CALLS][layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
         return None
     if _embeds_padded(module, inputs):

@@ -34,7 +34,7 @@ class PatchReport:
     previous: str
     layers: dict[str, Calls] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    forwards: Counter[str] | None = None
+    forwards: Calls | None = None
     expected_loss: str | None = None
     losses: Calls | None = None
 

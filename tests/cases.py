@@ -85,7 +85,7 @@ def _lengths_name(lengths: tuple[int, ...]) -> str:
 HEAD_DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 VALUE_HEAD_DIMS = ((192, 128), (128, 64), (64, 128), (256, 128), (72, 24), (176, 120), (136, 200))  # (of q and k, of v)
 PADDED_HEAD_DIMS = (1, 5, 33, 63, 100, 129, 255)  # zero-padded to a multiple of 8 by functional.py
-KERNEL_HEAD_DIMS = (64, 96, 128, 192, 256)
+USUAL_HEAD_DIMS = (64, 96, 128, 192, 256)
 LENGTHS = [(s, s) for s in (1, 3, 63, 64, 65, 127, 128, 129, 300, 1023)]
 LENGTHS += [(1, 300), (300, 1), (3, 129), (64, 128), (113, 203), (203, 113), (128, 64), (1, 1023), (1023, 64)]
 WINDOWS = [(0, 0), (5, 0), (63, 1), (64, 0), (128, 128), (0, 17), (-1, 5), (5, -1), (300, 2), (1000, 1000)]
@@ -131,7 +131,7 @@ def _table() -> list[Case]:
             Case("value", **latent, dropout_p=0.1),
             Case("value", head_dim=100, head_dim_v=33, causal=causal),
         ]
-        for d in KERNEL_HEAD_DIMS:
+        for d in USUAL_HEAD_DIMS:
             cases.append(Case("packed", head_dim=d, lengths_q=RAGGED, form="packed", causal=causal))
             cases.append(Case("packed", head_dim=d, lengths_q=RAGGED, lengths_k=RAGGED[::-1], form="packed", causal=causal))
             cases.append(Case("packed", head_dim=d, lengths_q=EMPTY_Q, lengths_k=EMPTY_K, form="packed", causal=causal))
@@ -156,7 +156,7 @@ def _table() -> list[Case]:
                 options = {"lengths_q": lengths_q, "lengths_k": (70, 300, 33, 41), "form": "ranges", "padding": padding, "causal": causal}
                 cases.append(Case("group", d, heads, **options))
         # Few tiles and many keys, at d 64 more of them: the Hopper forward splits the keys.
-        cases += [Case("split", d, lengths_q=(3, 3), lengths_k=(1777 if d == 64 else 777,) * 2, causal=causal) for d in KERNEL_HEAD_DIMS]
+        cases += [Case("split", d, lengths_q=(3, 3), lengths_k=(1777 if d == 64 else 777,) * 2, causal=causal) for d in USUAL_HEAD_DIMS]
         cases += [
             Case("split", d, (2, 2), lengths_q=(5,), lengths_k=(801,), head_dim_v=d_v, causal=causal)
             for d, d_v in ((192, 128), (64, 128), (136, 200))
@@ -180,7 +180,7 @@ def _table() -> list[Case]:
             cases.append(Case("layout", head_dim=128, lengths_q=RAGGED, form="packed", causal=causal, layout=layout))
             cases.append(Case("layout", head_dim=80, lengths_q=RAGGED, form="ranges", padding="left", causal=causal, layout=layout))
         for magnitude in (3.0, 20.0):
-            cases += [Case("magnitude", head_dim=d, causal=causal, magnitude=magnitude, lengths_q=(150,) * 2) for d in KERNEL_HEAD_DIMS]
+            cases += [Case("magnitude", head_dim=d, causal=causal, magnitude=magnitude, lengths_q=(150,) * 2) for d in USUAL_HEAD_DIMS]
         # Maxima that grow from one block of keys to the next, by more than an exponential may (12) and than a float can (200).
         for rise in (12.0, 200.0):
             cases += [Case("rise", d, (2, 1), (70,), (600,), causal=causal, rise=rise) for d in (64, 72, 96, 128, 192, 256)]
@@ -193,7 +193,7 @@ def _table() -> list[Case]:
                 Case("rise", 128, (2, 1), (200,), (650,), window=(300, 20), causal=causal, layout="cache", rise=rise),
             ]
         for dropout_p in (0.1, 0.5):
-            cases += [Case("dropout", head_dim=d, causal=causal, dropout_p=dropout_p) for d in KERNEL_HEAD_DIMS]
+            cases += [Case("dropout", head_dim=d, causal=causal, dropout_p=dropout_p) for d in USUAL_HEAD_DIMS]
         cases += [
             Case("dropout", heads=(14, 2), lengths_q=RAGGED, form="packed", causal=causal, dropout_p=0.17),
             Case("dropout", lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17),
@@ -230,7 +230,7 @@ def _table() -> list[Case]:
             longest = 256 - RANGE_PADDING
             padded = {"lengths_q": tuple(min(x, longest) for x in SMALL), "form": "ranges", "causal": causal}
             cases += [Case("small", d, (2, 2), padding=padding, **padded) for padding in ("left", "mixed", "holes")]
-        cases += [Case("sinks", d, (8, 2), (150,) * 2, causal=causal, sinks=2.0) for d in KERNEL_HEAD_DIMS]
+        cases += [Case("sinks", d, (8, 2), (150,) * 2, causal=causal, sinks=2.0) for d in USUAL_HEAD_DIMS]
         cases += [
             Case("sinks", 192, head_dim_v=128, lengths_q=RAGGED, form="packed", causal=causal, sinks=2.0),
             Case("sinks", 40, (5, 5), EMPTY_Q, EMPTY_K, form="packed", causal=causal, sinks=2.0),
@@ -245,7 +245,7 @@ def _table() -> list[Case]:
             Case("sinks", 100, causal=causal, layout="misaligned", sinks=2.0),
             Case("sinks", 64, lengths_q=RAGGED, form="ranges", padding="mixed", causal=causal, dropout_p=0.17, sinks=2.0),
         ]
-        cases += [Case("softcap", d, (8, 2), (150,) * 2, causal=causal, magnitude=2.0, softcap=5.0) for d in KERNEL_HEAD_DIMS]
+        cases += [Case("softcap", d, (8, 2), (150,) * 2, causal=causal, magnitude=2.0, softcap=5.0) for d in USUAL_HEAD_DIMS]
         cases += [
             Case("softcap", 192, head_dim_v=128, lengths_q=RAGGED, form="packed", causal=causal, softcap=2.0),
             Case("softcap", 64, (4, 2), EMPTY_Q, EMPTY_K, form="packed", causal=causal, window=(31, -1), softcap=5.0),
@@ -302,7 +302,7 @@ def _table() -> list[Case]:
             for form in ("packed", "ranges")
         ]
     for window in WINDOWS:
-        cases += [Case("window", head_dim=d, lengths_q=(300,) * 2, window=window) for d in KERNEL_HEAD_DIMS]
+        cases += [Case("window", head_dim=d, lengths_q=(300,) * 2, window=window) for d in USUAL_HEAD_DIMS]
         cases += [
             Case("window", lengths_q=(83,) * 2, lengths_k=(260,) * 2, window=window),
             Case("window", lengths_q=(300,) * 2, lengths_k=(113,) * 2, window=window),

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules of the package that each module may import. Not listed: __init__, and the commands (cli, info, parity), which may use all.
+# Modules of the package that each module may import. Not listed: __init__, and the commands (cli, info, parity, run, __main__),
+# which may use all.
 MAY_IMPORT = {
     "build": set(),
     "reference": set(),
@@ -47,15 +48,12 @@ MAY_IMPORT = {
         "interface",
         "masks",
         "notices",
-        "functional",
         "packing",
         "context_parallel",
         "shareable",
         "ops",
         "rotary",
         "cross_entropy",
-        "support",
-        "patches",
     },
 }
 STANDARD_LIBRARY_ONLY = {"build", "native"}
@@ -73,6 +71,8 @@ TORCH_ONLY = {
     "functional",
     "kvcache",
     "context_parallel",
+    "shareable",
+    "notices",
 }
 KNOW_TRANSFORMERS = {"registration", "interface", "masks", "patches", "parity", "bench_train"}
 
@@ -156,6 +156,24 @@ def test_python_layers():
     assert python_breaches(python_files()) == []
 
 
+def test_every_allowance_is_used():
+    used = {module: set() for module in MAY_IMPORT}
+    for path, text in python_files().items():
+        if (module := module_of(path)) in used:
+            used[module] |= {name.split(".")[1] for name in imports(path, text) if name.startswith("hf_flash2.")} - {module}
+    assert used == MAY_IMPORT
+
+
+def test_the_order_of_the_readme():
+    """Its layout lists modules so that each imports those below it, and leaves none out but the commands behind cli.py."""
+    layout = (ROOT / "README.md").read_text().split("Imports point downwards:")[1].split("\npatches/ ")[0]
+    listed = re.findall(r"^  (\w+)\.py ", layout, re.MULTILINE)
+    modules = {name for name in MAY_IMPORT if not name.startswith(("bench", "patches"))}
+    assert set(listed) == modules | {"cli"}
+    for number, module in enumerate(listed[1:], 1):
+        assert MAY_IMPORT[module] & modules <= set(listed[number + 1 :]), f"{module} imports what stands above it"
+
+
 def test_csrc_layers():
     assert csrc_breaches(csrc_files()) == []
 
@@ -187,7 +205,7 @@ def test_python_breach_is_caught(path, text):
     [
         ("hf_flash2/build.py", "import re, pathlib"),
         ("hf_flash2/__init__.py", "def patch(model):\n    from .patches import patch"),
-        ("patches/llama.py", "from . import report\nfrom ..functional import flash_attn_func\nimport transformers"),
+        ("patches/llama.py", "from . import report\nfrom ..rotary import apply_rotary\nimport transformers"),
     ],
 )
 def test_what_is_allowed_passes(path, text):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 import re
 import types
@@ -467,6 +468,18 @@ def test_a_forward_ends_with_other_layers_positions_masks_and_configs():
     assert context_parallel.Forward(config, positions, masked, None, before=forward).covers(first, config, positions, mask)
     positions.add_(0)
     assert not forward.covers(second, config, positions, mask)
+
+
+def test_a_forward_is_kept_as_long_as_its_config():
+    config = transformers.LlamaConfig()
+    key = id(config)
+    forward = context_parallel.Forward(config, None, context_parallel.Agreement(False, False, False), None, before=None)
+    for _ in range(2):
+        context_parallel.keep(forward, config)
+    assert context_parallel.forwards[key] is forward
+    del config
+    gc.collect()
+    assert key not in context_parallel.forwards
 
 
 def test_largest_positions_of_documents(monkeypatch):

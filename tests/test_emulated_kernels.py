@@ -18,7 +18,7 @@ import emulated
 import pytest
 import test_kvcache
 import torch
-from cases import CASES, KERNEL_HEAD_DIMS, RANGE_PADDING, Case, Sample, poison
+from cases import CASES, RANGE_PADDING, USUAL_HEAD_DIMS, Case, Sample, poison
 from emulator import build
 from test_kernels import (
     check_heads_of_a_group,
@@ -114,7 +114,7 @@ def test_ranges_of_no_tokens(queries, keys, library, monkeypatch):
 
 
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL, emulated.BLACKWELL), ids=("a100", "99kb", "blackwell"))
-@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
+@pytest.mark.parametrize("head_dim", (*USUAL_HEAD_DIMS, 512))
 def test_tiles_of_smaller_gpus(head_dim, device, emulate):
     sample = Sample(Case("tiles", head_dim=head_dim, heads=(2, 1), lengths_q=(150,), lengths_k=(170,), causal=True), torch.bfloat16, CPU)
     check(emulate("sm80", sample, device), sample)
@@ -442,7 +442,7 @@ def test_shares_of_sequences_without_queries_beside_rounding(form, emulate):
 
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in KERNEL_HEAD_DIMS), (64, torch.float16), (192, torch.float16)]
+    ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in USUAL_HEAD_DIMS), (64, torch.float16), (192, torch.float16)]
 )
 def test_capped_scores_on_every_backward_of_hopper(head_dim, dtype, deterministic, emulate):
     """In order and not, with so many tasks that, of scores without a cap, dq would be rounded beside them."""
@@ -540,7 +540,7 @@ def test_rows_of_a_warpgroup_see_no_key_but_others_of_the_tile_do(head_dim, wind
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
+@pytest.mark.parametrize("head_dim", (*USUAL_HEAD_DIMS, 512))
 @pytest.mark.parametrize("heads", ((2, 2), (4, 2)))
 @pytest.mark.parametrize("lengths", ((0, 0), (0, 0, 0, 1)), ids=("none", "one"))
 def test_padded_batches_of_few_tokens(lengths, heads, head_dim, deterministic, emulate):
@@ -1139,7 +1139,7 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
 
 
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
-@pytest.mark.parametrize("head_dim", (*KERNEL_HEAD_DIMS, 512))
+@pytest.mark.parametrize("head_dim", (*USUAL_HEAD_DIMS, 512))
 def test_swizzles_are_free_of_bank_conflicts(head_dim, device, library, emulate):
     before = library.emulator_bank_conflicts()
     emulate("sm80", Sample(Case("banks", head_dim=head_dim, heads=(1, 1), lengths_q=(130,)), torch.bfloat16, CPU), device)

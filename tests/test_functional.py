@@ -157,6 +157,14 @@ def test_deterministic_reaches_the_op(asked_by, device, monkeypatch, request):
     assert set(seen) == {asked_by != "nobody"}
 
 
+def test_calls_that_cannot_be_planned_are_not_kept(monkeypatch):
+    monkeypatch.setattr(functional, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(ops, "plan", lambda *args: None)  # as where the kernels need copies
+    monkeypatch.setattr(ops, "plans", {})
+    flash_attn_func(*qkv("cpu"))
+    assert ops.plans == {}
+
+
 def test_no_generator_is_touched_without_dropout(device):
     before = torch.get_rng_state()
     flash_attn_func(*qkv("cpu"))

@@ -616,7 +616,7 @@ def test_attention_probabilities_that_layers_are_not_told_of_are_not_promised(by
 def test_ranges_are_derived_once_for_all_layers(device, monkeypatch):
     made = []
     padded_batch = packing.padded_batch
-    monkeypatch.setattr(packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
+    monkeypatch.setattr(packing, "padded_batch", lambda *args, **kwargs: made.append(1) or padded_batch(*args, **kwargs))
     model = tiny.model("llama", device=device, dtype=DTYPE, num_hidden_layers=4)
     with torch.no_grad():
         model(input_ids=tiny.tokens(device), attention_mask=tiny.attention_mask("left", device))
@@ -628,7 +628,7 @@ def test_ranges_of_a_copied_mask_are_derived_once_too(tokens, device, monkeypatc
     """That of a static cache, as accelerate moves it to another GPU before the first layer."""
     made = []
     padded_batch = packing.padded_batch
-    monkeypatch.setattr(packing, "padded_batch", lambda *args: made.append(1) or padded_batch(*args))
+    monkeypatch.setattr(packing, "padded_batch", lambda *args, **kwargs: made.append(1) or padded_batch(*args, **kwargs))
     arguments = mask_arguments(device, tokens, 0, kv_length=SEQLEN + 4, mask_function=masking_utils.causal_mask_function)
     mask = WithoutAttribute(masks.hf_flash2_mask(**arguments))
     q, k, v = qkv(device, seqlen_q=tokens, seqlen_k=SEQLEN + 4)

@@ -103,7 +103,8 @@ def test_registration_state():
     assert (
         state["names"] == ["hf_flash2", "paged|hf_flash2"] == [*filter(transformers.AttentionMaskInterface().__contains__, state["names"])]
     )
-    assert state["registered"] and state["problems"] == [] and all(state["wrapped"].values()) and len(state["wrapped"]) == 3
+    assert state["registered"] and state["problems"] == [] and all(state["wrapped"].values())
+    assert {"_lazy_imports", "_check_and_adjust_attn_implementation", "get_correct_attn_implementation"} <= set(state["wrapped"])
     json.dumps(state)
 
 

@@ -541,7 +541,7 @@ def test_no_host_synchronisation(form, family, device, request):
             return flash_attn_func(q, k, v, dropout_p=dropout_p)
         if form == "packed":
             return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 65, 65, dropout_p=dropout_p)
-        batch = packing.padded_batch(sample.valid_k, sample.seqlen_q)
+        batch = packing.padded_batch(sample.valid_k, sample.seqlen_q, same_tokens=True)
         return flash_attn_ranges_func(q, k, v, batch.ranges_q, batch.ranges_k, batch.key_mask, dropout_p=dropout_p)
 
     torch.autograd.grad(attend(), (q, k, v), dout)  # loads the library

@@ -80,7 +80,7 @@ def test_opcheck_of_backward(case, device, op_calls):
 
 def padded_attention(q, k, v, mask):
     """What a model's layers do with a padded batch, the ranges included."""
-    batch = packing.padded_batch(mask, q.shape[1])
+    batch = packing.padded_batch(mask, q.shape[1], same_tokens=True)
     return flash_attn_ranges_func(q, k, v, batch.ranges_q, batch.ranges_k, batch.key_mask, causal=True)
 
 

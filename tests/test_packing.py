@@ -47,7 +47,7 @@ def test_queries_and_keys_of_one_text(seed, seqlen_q, q_offset, window, causal):
     """Real query rows see the real keys that raw columns, causality and window allow: with caches, any padding, any window."""
     seqlen_k = 12
     mask = random_masks(21, seqlen_k, seed)
-    batch = packing.padded_batch(mask, seqlen_q, q_offset)
+    batch = packing.padded_batch(mask, seqlen_q, q_offset, same_tokens=True)
     offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
     row, col = torch.arange(seqlen_q)[:, None] + offset, torch.arange(seqlen_k)
     left, right = window[0], 0 if causal else window[1]
@@ -65,14 +65,14 @@ def test_queries_and_keys_of_one_text(seed, seqlen_q, q_offset, window, causal):
 @pytest.mark.parametrize("seed", range(5))
 def test_every_query_row_of_cross_attention_is_computed(seed):
     mask = random_masks(21, 12, seed)
-    batch = packing.padded_batch(mask, seqlen_q=7, causal=False)
+    batch = packing.padded_batch(mask, seqlen_q=7, same_tokens=False)
     assert batch.ranges_q is None
     assert torch.equal(visible_in(batch, 7, False, (-1, -1)), mask[:, None, :].expand(-1, 7, -1))
 
 
 def test_padding_is_skipped_and_only_holes_read_the_mask():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
-    batch = packing.padded_batch(mask, seqlen_q=4)
+    batch = packing.padded_batch(mask, seqlen_q=4, same_tokens=True)
     assert batch.ranges_k.tolist() == [[2, 0, 0, 0, 0], [2, 2, 3, 0, 4], [0, 0, 1, 0, 0]]
     assert batch.ranges_q.tolist() == [[2, 0, 0, 0, 0], [2, 2, 3, 0, 4]]
     assert batch.ranges_q.dtype == batch.ranges_k.dtype == torch.int32
@@ -83,23 +83,23 @@ def test_padding_is_skipped_and_only_holes_read_the_mask():
 def test_padded_batch_reads_no_value():
     """A fake tensor has no values: anything that reads one back to the host raises."""
     with FakeTensorMode():
-        for causal in (True, False):
-            packing.padded_batch(torch.empty(3, 12, dtype=torch.bool), 5, torch.tensor(4), causal)
+        for same_tokens in (True, False):
+            packing.padded_batch(torch.empty(3, 12, dtype=torch.bool), 5, torch.tensor(4), same_tokens=same_tokens)
 
 
-@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("same_tokens", (True, False))
 @pytest.mark.parametrize("seqlen_q", (0, 3))
-def test_a_mask_without_columns_is_of_sequences_without_tokens(seqlen_q, causal):
+def test_a_mask_without_columns_is_of_sequences_without_tokens(seqlen_q, same_tokens):
     """As flash_attn_func takes keys without tokens: no row sees any."""
-    batch = packing.padded_batch(torch.empty(2, 0, dtype=torch.bool), seqlen_q, causal=causal)
+    batch = packing.padded_batch(torch.empty(2, 0, dtype=torch.bool), seqlen_q, same_tokens=same_tokens)
     assert (batch.ranges_k.tolist(), batch.key_mask.shape) == ([[0, 0]] * 3, (2, 0))
     assert batch.ranges_k.dtype == torch.int32 and batch.key_mask.dtype == torch.uint8
-    if causal:
+    if same_tokens:
         assert (batch.ranges_q.tolist(), batch.ranges_q.dtype) == ([[0, 0]] * 2, torch.int32)
     else:
         assert batch.ranges_q is None
     q, k = torch.randn(2, seqlen_q, 4, 8), torch.empty(2, 0, 4, 8)
-    assert torch.equal(flash_attn_ranges_func(q, k, k, batch.ranges_q, batch.ranges_k, batch.key_mask, causal=causal), q * 0)
+    assert torch.equal(flash_attn_ranges_func(q, k, k, batch.ranges_q, batch.ranges_k, batch.key_mask, causal=same_tokens), q * 0)
 
 
 @pytest.mark.parametrize("padding", ("left", "right", "holes"))
@@ -116,7 +116,7 @@ def test_padded_attention_equals_attention_under_a_mask(padding):
     visible = mask[:, None, :] & torch.ones(seqlen, seqlen, dtype=torch.bool).tril()
     visible = visible & mask[:, :, None]
     expected = oracle.gradients(q, k, v, dout, visible=visible, softmax_scale=head_dim**-0.5)
-    sequences = packing.padded_batch(mask, seqlen)
+    sequences = packing.padded_batch(mask, seqlen, same_tokens=True)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = flash_attn_ranges_func(*inputs, sequences.ranges_q, sequences.ranges_k, sequences.key_mask, causal=True)
     grads = torch.autograd.grad(out, inputs, dout)
@@ -150,12 +150,12 @@ def test_one_document_a_row_is_no_packing(rows, first):
 
 
 def test_ranges_of_queries_behind_all_real_tokens_are_empty():
-    assert packing.padded_batch(torch.tensor([[1, 0, 0, 0]]).bool(), seqlen_q=2).ranges_q.tolist() == [[0], [0]]
+    assert packing.padded_batch(torch.tensor([[1, 0, 0, 0]]).bool(), seqlen_q=2, same_tokens=True).ranges_q.tolist() == [[0], [0]]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_mask_of_keys_is_contiguous(causal):
-    assert packing.padded_batch(torch.ones(4, 3, dtype=torch.bool).T, 4, causal=causal).key_mask.is_contiguous()
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_the_mask_of_keys_is_contiguous(same_tokens):
+    assert packing.padded_batch(torch.ones(4, 3, dtype=torch.bool).T, 4, same_tokens=same_tokens).key_mask.is_contiguous()
 
 
 @pytest.mark.parametrize("seed", range(5))
