@@ -35,10 +35,10 @@ build = load_by_path("hf_flash2_build", ROOT / "hf_flash2" / "build.py")
 
 def say(line: str) -> None:
     """Print to the terminal: pip hides the output of a build that takes minutes, which looks like a hang."""
-    print(line, flush=True)
+    print(build.printable(line), flush=True)
     if not sys.stdout.isatty():
         try:
-            with open("/dev/tty", "w") as terminal:
+            with open("/dev/tty", "w", errors="backslashreplace") as terminal:
                 terminal.write(f"\n{line}")
         except OSError:  # no terminal: a log file or CI, where `pip install -v` shows the lines above
             pass

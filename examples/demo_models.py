@@ -5,6 +5,7 @@ The shapes exercise what an attention kernel has to get right: grouped key heads
 """
 
 import argparse
+import math
 from collections.abc import Callable
 
 import torch
@@ -62,15 +63,26 @@ def make_config(model_type: str, size: str, max_length: int, **overrides: object
     return LlamaConfig(**common)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a number from `least` on."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that is a number from `least` on, up to `most`."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a number from {least} on, got {text!r}")
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"must be a number from {least} {'on' if most is None else f'to {most}'}, got {text!r}")
         return int(text)
 
     return number
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def device_name(text: str) -> str:

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_flash2
-from demo_models import MODEL_TYPES, SIZES, DefaultsFormatter, at_least, make_config, vocab_size
+from demo_models import MODEL_TYPES, SIZES, DefaultsFormatter, at_least, make_config, positive, vocab_size
 from finetune_report import Progress, Run, describe_machine, peak_memory_bytes, plot, reset_peak_memory, table, write_files
 from stdlib_data import OUTPUTS, Corpus, Example, collate, load_corpus, load_tokenizer, padding_share, prompts_only, tokenize
 
@@ -121,17 +121,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=at_least(1), default=16, help="per process")
     parser.add_argument("--max-length", type=at_least(16), default=1024, help="longer pairs are cut")
     parser.add_argument("--steps", type=at_least(1), default=40, help="of the LoRA fine-tune")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the LoRA fine-tune")
+    parser.add_argument("--learning-rate", type=positive, default=3e-3, help="of the LoRA fine-tune")
     parser.add_argument("--base-steps", type=at_least(1), default=60, help="of the base model's training")
-    parser.add_argument("--base-learning-rate", type=float, default=3e-3, help="of the base model's training")
+    parser.add_argument("--base-learning-rate", type=positive, default=3e-3, help="of the base model's training")
     parser.add_argument("--lora-rank", type=at_least(1), default=16, help="of every adapted projection")
     parser.add_argument("--new-tokens", type=at_least(1), default=48, help="generated at the end")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=at_least(0, 2**32 - 1), default=0, help="of weights and batches")
     parser.add_argument("--output-dir", type=Path, default=OUTPUTS / "finetune_lora", help="base model, adapters, figures")
     args = parser.parse_args(argv)
     if args.demo:
         parser.set_defaults(**demo_settings(args.device == "cpu" or not torch.cuda.is_available()))
         args = parser.parse_args(argv)  # what was given counts
+    try:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-dir: {error}")
     return args
 
 
@@ -225,6 +229,7 @@ def fine_tune(job: Job, base: Path, implementation: str) -> Run:
         run.losses, run.tokens_per_second = train(job, model, job.train, args.steps, args.learning_rate)
         run.peak_memory_bytes = peak_memory_bytes(device)
         run.evaluation_after = evaluation_loss(job, model)
+        check_is_finite(run.evaluation_after, "after training", args.learning_rate)
     except torch.OutOfMemoryError:
         run.failure = f"out of memory at batch {args.batch_size} x {args.max_length}"
         job.say(f"  {run.failure}")
@@ -324,12 +329,16 @@ def train(job: Job, model: nn.Module, examples: list[Example], steps: int, learn
         losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())  # waits for the device
         seconds.append(time.perf_counter() - started)
         tokens.append(real_tokens)
-        if not math.isfinite(losses[-1]):
-            raise RuntimeError(f"the loss is {losses[-1]} at step {step + 1}; lower the learning rate ({learning_rate:g})")
+        check_is_finite(losses[-1], f"at step {step + 1}", learning_rate)
         progress.step(losses[-1], real_tokens / seconds[-1])
     progress.close()
     measured = slice(min(WARMUP_STEPS, steps - 1), None)
     return losses, sum(tokens[measured]) / sum(seconds[measured])
+
+
+def check_is_finite(loss: float, when: str, learning_rate: float) -> None:
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss} {when}; lower the learning rate ({learning_rate:g})")
 
 
 @torch.no_grad()

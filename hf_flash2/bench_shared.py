@@ -99,7 +99,7 @@ def read_csv(path: Path, row_type: type) -> tuple[list[Any], dict[str, str]]:
     Raises:
         ValueError: it is not such a file.
     """
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet may have put a mark before it
         lines = list(csv.DictReader(file))
     if not lines:
         raise ValueError("it has no lines")
@@ -184,7 +184,7 @@ def draw_again(args: argparse.Namespace, row_type: type, plot: Callable[[Path, l
         if reason is not None:
             raise ValueError(reason)
         plot(args.plot, rows, environment)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, ArithmeticError) as error:  # the latter of numbers that nothing was measured as
         print(f"--from-csv {args.from_csv}: {error}", file=sys.stderr)
         return 2
     return 0

@@ -48,8 +48,14 @@ PTXAS_MESSAGES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515")
 Say = Callable[[str], None]
 
 
+def printable(line: str) -> str:
+    """As standard output can show it, where names of files may be of any bytes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return line.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(printable(line), flush=True)
 
 
 class BuildError(RuntimeError):
@@ -686,7 +692,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         reason = reason_not_buildable() if args.if_possible else None
         if reason:
-            print(f"hf_flash2: the CUDA kernels are not built: {reason}")
+            _say(f"hf_flash2: the CUDA kernels are not built: {reason}")
             return 0
         options = ("csrc", "build_folder", "output", "archs", "head_dims", "strict")
         build(**{option: getattr(args, option) for option in options})

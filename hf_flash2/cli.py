@@ -5,6 +5,8 @@ Exit codes: 0 all right, 1 a problem was found, 2 wrong usage.
 """
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -45,7 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv[:2] if is_program else argv)
     if is_program:  # argparse would take the first "--" away from what is the program's
         args.arguments = argv[2:]
-    return args.run(args)
+        return args.run(args)
+    try:
+        code = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads has what it wanted, as `head` has; nothing may be written at the end, either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 if __name__ == "__main__":

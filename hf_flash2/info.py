@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Always 0."""
+    """Print the report. Always 0, but for cli.py where nobody reads it."""
     report = collect()
     text = json.dumps(report, indent=2) if args.json else render(report)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # stdout may be closed

@@ -709,6 +709,13 @@ def test_a_csv_from_before_there_was_dropout_is_read(tmp_path):
     assert environment == ENVIRONMENT and [row.dropout for row in read] == [0.0] * len(rows)
 
 
+def test_a_csv_that_a_spreadsheet_has_saved_is_read(tmp_path):
+    write_csv(tmp_path / "b.csv", bench.Row, measured(dense_point()), ENVIRONMENT)
+    written = read_csv(tmp_path / "b.csv", bench.Row)
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "b.csv").read_bytes())
+    assert read_csv(tmp_path / "b.csv", bench.Row) == written
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -718,6 +725,7 @@ def test_a_csv_from_before_there_was_dropout_is_read(tmp_path):
         (lambda text: text[: text.rindex(",0.30002,")], "line 5 is cut short"),
         (lambda text: text.splitlines()[0], "it has no lines"),
         (lambda text: text.replace(",ragged,", ",square,"), "its shapes must be among papers, gqa"),
+        (lambda text: text.replace(",ragged,", ",window,"), "NoneType"),
         (None, "No such file"),
     ],
 )

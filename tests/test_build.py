@@ -5,6 +5,7 @@ import ctypes
 import errno
 import fcntl
 import fnmatch
+import io
 import json
 import os
 import re
@@ -695,6 +696,13 @@ def test_toolkit_in_another_place_leaves_the_objects_fresh(tree, monkeypatch, tm
     assert [line for line in tree.build(head_dims="64") if line.startswith("[")] == []
     monkeypatch.setattr(build, "find_toolkit", lambda *_: build.Toolkit(toolkit.root, "99.0.0", "a test"))
     assert len([line for line in tree.build(head_dims="64") if line.startswith("[")]) == 3  # another version compiles everything anew
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    build._say("pf\xe4d \udce4")
+    sys.stdout.seek(0)
+    assert sys.stdout.read() == "pf\\xe4d \\udce4\n"
 
 
 def test_second_build_in_a_folder_waits_and_says_so(tmp_path):

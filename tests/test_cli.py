@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -105,6 +106,16 @@ def test_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch, name):
     command.run = lambda args: args.count
     monkeypatch.setitem(sys.modules, f"hf_flash2.{name}", command)
     assert cli.main([name, "--count", "7"]) == 7
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_who_hangs_up_ends_it_quietly(unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hf_flash2", "info"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_build_that_cannot_be_done_exits_with_1(monkeypatch, capsys):

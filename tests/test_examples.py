@@ -272,6 +272,9 @@ def test_what_is_given_counts_beside_demo():
     [
         (finetune_lora, ["--steps", "0"], "--steps: must be a number from 1 on, got '0'"),
         (finetune_lora, ["--max-length", "2"], "--max-length: must be a number from 16 on, got '2'"),
+        (finetune_lora, ["--seed", "4294967296"], "--seed: must be a number from 0 to 4294967295, got '4294967296'"),
+        (finetune_lora, ["--learning-rate", "nan"], "--learning-rate: must be a number above 0, got 'nan'"),
+        (finetune_lora, ["--output-dir", "/dev/null/x"], "--output-dir: [Errno 20] Not a directory: '/dev/null/x'"),
         (generate, ["--batch-size", "0"], "--batch-size: must be a number from 1 on, got '0'"),
         (patch_existing_model, ["--device", "cuda"], "--device: torch sees no GPU on this machine"),
         (distributed, ["--csv", "/dev/null/figures.csv"], "--csv: /dev/null/figures.csv cannot be written: /dev/null is no folder"),

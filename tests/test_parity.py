@@ -182,7 +182,11 @@ def test_the_exit_code_is_1_for_a_difference_that_is_not_normal(capsys, monkeypa
     assert "gpt2, left: logits are" in out and "does not explain" in out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_device_that_is_not_there(capsys):
-    assert run("--device", "cuda") == 1
-    assert "use --device cpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")), "cuda:99", "cuda:256"],
+)
+def test_a_device_that_is_not_there(device, capsys):
+    """torch makes cuda:0 of cuda:256."""
+    assert run("--device", device) == 1
+    assert f"device {device} is not there; use --device cpu" in capsys.readouterr().err
