@@ -106,7 +106,7 @@ class Piece(NamedTuple):
     max_seqlen_k: int
 
 
-class Documents:
+class RowDocuments:
     """Where the documents of whole rows begin, some of which hold several, or padding around one."""
 
     def __init__(self, starts: list[list[int]], tokens: int, reals: list[tuple[int, int]] | None = None):
@@ -161,7 +161,9 @@ _seen = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens of this forward
 class Forward:
     """What processes have found out together for the layers of one forward of a model: its documents."""
 
-    def __init__(self, config: object, position_ids: object, agreement: "Agreement", documents: Documents | None, before: "Forward | None"):
+    def __init__(
+        self, config: object, position_ids: object, agreement: "Agreement", documents: RowDocuments | None, before: "Forward | None"
+    ):
         self.documents = documents
         self._of_masks = agreement.all_masked
         self._layers: WeakSet[torch.nn.Module] = WeakSet()
@@ -233,7 +235,7 @@ def agree(shards: Shards, part: torch.Size, given: dict[str, bool], masked: bool
     return Agreement(any(all_masked), all(all_masked), any(packed))
 
 
-def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: Documents | None = None) -> Documents | None:
+def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: RowDocuments | None = None) -> RowDocuments | None:
     """The documents of whole rows, from position_ids [B, tokens] that were cut as the tokens are; None if each row is one sequence. Brings
     those of all processes together and synchronises.
 
@@ -272,7 +274,7 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
         first, end = reals[row]
         if first < token < end:
             starts[row].append(token)
-    documents = Documents(starts, size, reals) if any(len(row) > 1 for row in starts) else None
+    documents = RowDocuments(starts, size, reals) if any(len(row) > 1 for row in starts) else None
     of_chunks = whole.unflatten(1, (-1, length)).amax((0, 2)).tolist() if whole.numel() else [-1] * len(shards.order)
     largest = [max(of_chunks[chunk] for chunk in shards.chunks_of(rank)) for rank in range(shards.size)]
     _seen[position_ids] = _Seen(version_of(position_ids), whole.numel(), largest)
@@ -281,7 +283,7 @@ def documents_of_positions(shards: Shards, position_ids: torch.Tensor, padded: D
 
 def documents_of_cu_seqlens(
     shards: Shards, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, tokens: int
-) -> Documents | None:
+) -> RowDocuments | None:
     """The same from cu_seq_lens of `rows` whole rows, one after another, of which each process has `tokens` tokens. Synchronises.
 
     Raises:
@@ -299,12 +301,12 @@ def documents_of_cu_seqlens(
     starts: list[list[int]] = [[] for _ in range(rows)]
     for bound in sorted(set(bounds[:-1]) - {ends[-1]}):
         starts[bound // whole].append(bound % whole)
-    documents = Documents(starts, whole) if any(len(row) > 1 for row in starts) else None
+    documents = RowDocuments(starts, whole) if any(len(row) > 1 for row in starts) else None
     _seen[cu_seqlens_q] = _Seen(version_of(cu_seqlens_q), rows * whole, [])
     return documents
 
 
-def documents_of_mask(shards: Shards, real: torch.Tensor) -> Documents | None:
+def documents_of_mask(shards: Shards, real: torch.Tensor) -> RowDocuments | None:
     """Where the real tokens of whole rows are, from the part of this process: `real`, bool [B, tokens], as read from its attention_mask.
     None without padding. Brings the parts of all processes together and synchronises.
 
@@ -325,7 +327,7 @@ def documents_of_mask(shards: Shards, real: torch.Tensor) -> Documents | None:
             )
         reals.append((first, end))
     size = whole.shape[1]
-    return None if all(real == (0, size) for real in reals) else Documents([[first] for first, _ in reals], size, reals)
+    return None if all(real == (0, size) for real in reals) else RowDocuments([[first] for first, _ in reals], size, reals)
 
 
 def was_cut(position_ids: torch.Tensor | None) -> bool:
@@ -367,7 +369,7 @@ def attention(
     v: torch.Tensor,
     causal: bool,
     window_size: tuple[int, int],
-    documents: Documents | None = None,
+    documents: RowDocuments | None = None,
     **options,
 ) -> torch.Tensor:
     """`flash_attn_func` over whole sequences, of which each process has and gets its part.

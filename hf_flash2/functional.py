@@ -193,9 +193,9 @@ def _attention(
     if plan is None:
         if scale <= 0:  # the kernels take the row maximum before scaling
             q, scale, key = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0, None
-        numbers = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, softcap, deterministic)
+        values = (max_seqlen_q, max_seqlen_k, scale, *window, dropout_p, softcap, deterministic)
         if key is not None and not any(isinstance(x, torch.Tensor) for x in key):  # the value of a tensor may change
-            plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *numbers)
+            plan = ops.plan(q, k, v, seqlens_q, seqlens_k, key_mask, *values)
             if plan is not None:
                 ops.keep(key, plan, padded)
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
@@ -209,9 +209,9 @@ def _attention(
     if plan is not None:
         out, softmax_lse = plan.attention_with_lse(q, k, v, sequences)
     elif ops.is_transformed():
-        out, softmax_lse = ops.forward_transformed(q, k, v, sequences, numbers)
+        out, softmax_lse = ops.forward_transformed(q, k, v, sequences, values)
     else:
-        out, softmax_lse = ops.forward(q, k, v, *sequences, *numbers)
+        out, softmax_lse = ops.forward(q, k, v, *sequences, *values)
     if padded:
         out = out[..., :padded]
     return (out, softmax_lse, None) if return_attn_probs else out

@@ -246,7 +246,7 @@ def _attend_shards(module, shards: context_parallel.Shards, q, k, v, attention_m
 
 def _check_shards(
     module, shards: context_parallel.Shards, q, v, attention_mask: torch.Tensor | None, causal: bool, kwargs: dict
-) -> context_parallel.Documents | None:
+) -> context_parallel.RowDocuments | None:
     """Where rows hold several documents, or padding, these; refuses what attention of sequences that several processes share does not do.
     Reasons that every process finds in its own layer come first. Masks and position_ids of all are brought together, so that they agree, by
     the first layer of a forward, which synchronises with the host."""
@@ -280,7 +280,7 @@ def _check_shards(
 
 def _documents_of_shards(
     module, shards: context_parallel.Shards, q, mask, agreement: context_parallel.Agreement, position_ids, cu_seqlens
-) -> context_parallel.Documents | None:
+) -> context_parallel.RowDocuments | None:
     """What the layers of a forward have in common. Without a mask of its own, all tokens of a process are real."""
     padded = reason = None
     if agreement.any_masked:

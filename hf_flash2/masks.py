@@ -25,7 +25,7 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 # copy and save it:
 #   bool  [B, Sk]            True = a real key; the queries are the last columns
 #   uint16, uint32 [B, Sk]   the same, where layers may take what the mask is of for something else: _CAUSAL or _BIDIRECTIONAL; one element
-#                            for all (stride 0) = nothing is padded
+#                            for all (strides 0) = nothing is padded
 #   uint8 [B, 2 * Sk]        static cache, causal: real keys | columns before the first query
 #   uint8 [B, 2, Sk]         documents, no cache: real keys, first token of each document; likewise uint16 or uint32
 #   bool  [B, 1, Sq, Sk]     no plain pattern: for SDPA
@@ -92,7 +92,7 @@ class Sequences:
         if holds_documents(mask):
             return cls(mask[:, 0].bool(), 0, mask[:, 1].bool(), _coded(mask))
         width = mask.shape[1]
-        if _coded(mask) is not None and mask.stride(1) == 0:
+        if _coded(mask) is not None and width == seqlen_k and not any(mask.stride()):
             return cls(mask.bool(), causal=_coded(mask), whole=True)
         if _is_of_static_cache(mask, seqlen_k):
             planes = mask.unflatten(1, (2, seqlen_k)).bool()

@@ -12,7 +12,7 @@ import torch
 from . import ops, tracing
 
 NAME = "hf_flash2"
-CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to an attention layer: its Calls
+CALLS = "_hf_flash2_calls"  # attribute that patches/ gives to a module whose calls it counts: its Calls
 
 logger = logging.getLogger(NAME)
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..notices import CALLS, NAME, Calls
 
-LAYER = "_hf_flash2_layer"  # attribute of a patched attention module: its BoundLayer
+LAYER = "_hf_flash2_layer"  # attribute of a patched module, an attention layer or with packed=True a model above: its BoundLayer
 REPLICATE = "_replicate_for_data_parallel"  # how torch.nn.DataParallel copies a module to a device
 IMPLEMENTATION = "_attn_implementation_internal"  # where Transformers keeps the implementation in a config; never saved
 _SWITCHED = "_attn_was_changed"  # its mark on a config, which set_attn_implementation passes over while it is there
@@ -25,7 +25,7 @@ _SWITCHED = "_attn_was_changed"  # its mark on a config, which set_attn_implemen
 
 @dataclass
 class BoundLayer:
-    """What a patched attention module carries besides its call counter: our forward, and what stood in its place."""
+    """What a patched module carries besides its call counter: our forward, and what stood in its place."""
 
     forward: FunctionType | None  # None when the module is only switched through its config
     previous: Callable | None = None  # the instance attribute that ours replaced; None = there was none, the class's forward ran
@@ -191,11 +191,11 @@ def switch(model: PreTrainedModel, implementation: str | dict[str, str], configs
 def restore_configs(root: nn.Module, configs: list[OwnConfig]) -> None:
     """Put the original configs back, with the changes that were made to the copies meanwhile (the implementation apart)."""
     originals = {id(config.own): config.original for config in configs}
-    before = {type(config.own): config.attributes.get(IMPLEMENTATION) for config in configs if _is_switched(config.own)}
+    implementations = {type(config.own): config.attributes.get(IMPLEMENTATION) for config in configs if _is_switched(config.own)}
     for module in root.modules():  # a layer that was copied meanwhile, as PEFT's layer_replication does it, has a copy of its config
         own = vars(module).get("config")
-        if LAYER in vars(module) and type(own) in before and id(own) not in originals and _is_switched(own):
-            vars(own)[IMPLEMENTATION] = before[type(own)]
+        if LAYER in vars(module) and type(own) in implementations and id(own) not in originals and _is_switched(own):
+            vars(own)[IMPLEMENTATION] = implementations[type(own)]
     for config in configs:
         vars(config.own)[IMPLEMENTATION] = config.attributes.get(IMPLEMENTATION)
         _replace(config.own, originals)

@@ -93,7 +93,7 @@ def check_attention(
                 one = (x[row : row + 1, start:stop] for x in wholes)
                 out = flash_attn_func(*one, causal=causal, window_size=window_size, s_aux=s_aux, **options)
                 expected = expected.slice_scatter(expected[row : row + 1].slice_scatter(out, 1, start, stop), 0, row, row + 1)
-        documents = context_parallel.Documents(documents, SEQLEN, reals)
+        documents = context_parallel.RowDocuments(documents, SEQLEN, reals)
     gradients = torch.autograd.grad(expected, leaves, dout)
 
     mine = shards.positions(SEQLEN // shards.size, torch.device("cpu"))
@@ -300,7 +300,7 @@ def refusals_rank(rank: int, folder: str) -> None:
         context_parallel.attention(shards, q, k, k, True, (-1, -1))
     with pytest.raises(ValueError, match="two for each process, but this one has 5 tokens"):
         context_parallel.attention(shards, *(torch.randn(1, 5, 2, 16) for _ in range(3)), True, (-1, -1))
-    documents = context_parallel.Documents([[0, 3]], 8)
+    documents = context_parallel.RowDocuments([[0, 3]], 8)
     with pytest.raises(ValueError, match="only causal attention knows documents in a row, or padding"):
         context_parallel.attention(shards, q, q, q, False, (-1, -1), documents)
     # Without two chunks for each process, forgotten position_ids look like documents of one length.
@@ -523,17 +523,17 @@ def test_documents_are_cut_as_each_caller_shares_them():
     for balanced in (True, False, True):
         shards = Shards(None, 0, 2, balanced)
         found = context_parallel.documents_of_cu_seqlens(shards, bounds, bounds, 1, 8)
-        wanted = context_parallel.Documents([[0, 3]], 16)
+        wanted = context_parallel.RowDocuments([[0, 3]], 16)
         seen, expected = ([(p.begin, p.end) for p in itertools.chain(*x.pieces(shards, bounds.device))] for x in (found, wanted))
         assert seen == expected
     with pytest.raises(ValueError, match="with a bound at each of"):  # and not those of other rows
         context_parallel.documents_of_cu_seqlens(Shards(None, 0, 2, True), bounds, bounds, 1, 4)
     with torch.inference_mode():
-        pieces = context_parallel.Documents([[0, 3]], 16).pieces(Shards(None, 0, 2, True), bounds.device)
+        pieces = context_parallel.RowDocuments([[0, 3]], 16).pieces(Shards(None, 0, 2, True), bounds.device)
     assert not any(piece.cu_seqlens_q.is_inference() for piece in itertools.chain(*pieces))
 
 
-def documents_of_bounds(*bounds: int) -> context_parallel.Documents | None:
+def documents_of_bounds(*bounds: int) -> context_parallel.RowDocuments | None:
     """Of one row of 24 tokens that two processes share."""
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     return context_parallel.documents_of_cu_seqlens(Shards(None, 0, 2, True), cu_seqlens, cu_seqlens, 1, 12)
@@ -598,8 +598,8 @@ def test_pieces_cover_every_query_and_the_keys_they_bring():
     """What lies outside of all sequences is undefined on a GPU, in out and in the gradients of the keys."""
     for shards in [Shards(None, rank, 2, balanced) for rank in (0, 1) for balanced in (True, False)]:
         length = 24 // len(shards.order)
-        padded = context_parallel.Documents([[3], [0], [9], [0]], 24, [(3, 17), (0, 24), (9, 10), (0, 0)])
-        documents = context_parallel.Documents([[0, 5, 6, 17], [0, 6, 12], [0], [0, 23]], 24)
+        padded = context_parallel.RowDocuments([[3], [0], [9], [0]], 24, [(3, 17), (0, 24), (9, 10), (0, 0)])
+        documents = context_parallel.RowDocuments([[0, 5, 6, 17], [0, 6, 12], [0], [0, 23]], 24)
         for rows in (padded, documents):
             for piece in itertools.chain(*rows.pieces(shards, torch.device("cpu"))):
                 for bounds, end, longest in (

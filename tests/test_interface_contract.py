@@ -547,6 +547,16 @@ def test_nothing_of_a_compiled_graph_stays_on_a_mask_made_before(device):
     assert_close(compiled, attention(layer, q, k, v, mask))
 
 
+def test_what_a_mask_says_by_its_strides():
+    whole = torch.ones((), dtype=masks._CAUSAL).expand(2, 5)
+    assert masks.Sequences.read(whole, 5, 5).whole and masks.Sequences.read(whole[:, :3].detach(), 3, 3).whole
+    assert not masks.Sequences.read(whole, 5, 7).whole, "the last two keys are none"
+    one_column = torch.tensor([[1], [0]], dtype=torch.uint8).as_strided((2, 1), (1, 0)).to(masks._CAUSAL)
+    assert one_column.stride() == (1, 0)
+    for mask in (whole.contiguous(), whole.bool(), one_column):
+        assert not masks.Sequences.read(mask, mask.shape[1], mask.shape[1]).whole
+
+
 def test_a_layer_with_other_keys_than_the_mask_is_refused(device):
     arguments = mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=masking_utils.causal_mask_function)
     mask = masks.hf_flash2_mask(**arguments, attention_mask=tiny.attention_mask("left", device).bool())
