@@ -166,10 +166,9 @@ typedef struct HfFlash2RotaryParams {
   int32_t seqlen;
   int32_t heads_q;
   int32_t heads_k;
-  int32_t head_dim;     // a multiple of 8
-  int32_t rotary_dim;   // a multiple of 16, at most head_dim; what is beyond it is copied
-  int32_t interleaved;  // non-zero: pairs are neighbours (2i, 2i + 1); zero: (i, i + rotary_dim / 2)
-  int32_t inverse;      // non-zero: the transposed map, for gradients
+  int32_t head_dim;    // a multiple of 8
+  int32_t rotary_dim;  // a multiple of 16, at most head_dim; what is beyond it is copied
+  int32_t inverse;     // non-zero: the transposed map, for gradients
 } HfFlash2RotaryParams;
 
 typedef struct HfFlash2CrossEntropyParams {

@@ -1,8 +1,8 @@
 // Rotary position embedding of q and k in one kernel, forward and backward: what eager attention does in a dozen elementwise ones.
 //   out = x * cos + rotate(x) * sin, where rotate(x1, x2) = (-x2, x1) for each pair (RoFormer, arXiv:2104.09864).
-// Pairs are (i, i + rotary_dim / 2), or neighbours (2i, 2i + 1) when interleaved; elements from rotary_dim on are copied. Every product and
-// sum is rounded to the tensors' type, as eager's are, so that the result is bit for bit eager's. The inverse, for gradients, multiplies by
-// the transposed matrix. One block per token; a thread's item is two vectors of one head. Called by api.cpp.
+// Pairs are (i, i + rotary_dim / 2); elements from rotary_dim on are copied. Every product and sum is rounded to the tensors' type, as eager's are,
+// so that the result is bit for bit eager's. The inverse, for gradients, multiplies by the transposed matrix. One block per token; a thread's item
+// is two vectors of one head. Called by api.cpp.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -54,18 +54,6 @@ __device__ void rotate_halves(Vector& first, Vector& second, const Vector (&cos)
   }
 }
 
-// The same for neighbours, which share a register.
-template <typename T>
-__device__ void rotate_neighbours(Vector& x, const Vector& cos, const Vector& sin, bool inverse) {
-#pragma unroll
-  for (int i = 0; i < kVector / 2; ++i) {
-    const float2 pair = unpack<T>(x.pairs[i]), s = unpack<T>(sin.pairs[i]);
-    const float2 swapped = inverse ? make_float2(pair.y, -pair.x) : make_float2(-pair.y, pair.x);
-    const float2 swapped_sin = inverse ? make_float2(s.y, s.x) : s;  // the gradient of an element meets its partner's sine
-    x.pairs[i] = rotate<T>(pair, unpack<T>(cos.pairs[i]), swapped, swapped_sin);
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant__ HfFlash2RotaryParams p) {
   const int batch = blockIdx.x / p.seqlen, token = blockIdx.x % p.seqlen;
@@ -85,16 +73,11 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant_
       store<T>(out.data, to + d, load<T>(in.data, from + d));
       continue;
     }
-    const int d1 = item * kVector * (p.interleaved ? 2 : 1), d2 = d1 + (p.interleaved ? kVector : p.rotary_dim / 2);
+    const int d1 = item * kVector, d2 = d1 + p.rotary_dim / 2;
     Vector first = load<T>(in.data, from + d1), second = load<T>(in.data, from + d2);
     const Vector cos[2] = {load<T>(p.cos, angles + d1), load<T>(p.cos, angles + d2)};
     const Vector sin[2] = {load<T>(p.sin, angles + d1), load<T>(p.sin, angles + d2)};
-    if (p.interleaved) {
-      rotate_neighbours<T>(first, cos[0], sin[0], p.inverse);
-      rotate_neighbours<T>(second, cos[1], sin[1], p.inverse);
-    } else {
-      rotate_halves<T>(first, second, cos, sin, p.inverse);
-    }
+    rotate_halves<T>(first, second, cos, sin, p.inverse);
     store<T>(out.data, to + d1, first);
     store<T>(out.data, to + d2, second);
   }

@@ -42,38 +42,37 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 
 def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, in_place: bool = False
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated by their positions. Differentiable in q and k.
 
     Args:
         q: [B, S, H, D]; k: [B, S, Hk, D], float16 or bfloat16, any strides, D a multiple of 8.
         cos, sin: [B or 1, S, R] of the same dtype, contiguous, as Transformers' rotary modules give them (every angle twice). R, a multiple
-            of 16, may be smaller than D: what is beyond is not rotated.
-        interleaved: pairs are neighbours (2i, 2i + 1), as in GLM and Cohere; otherwise (i, i + R / 2), as in Llama.
+            of 16, may be smaller than D: what is beyond is not rotated. Pairs are (i, i + R / 2), as in Llama.
         in_place: q and k may be overwritten. They are where no graph is recorded: autograd takes no function that changes two views, such
             as heads of a projection, at once.
     Returns:
         q and k: new and contiguous, or themselves.
     """
     if in_place and not torch.is_grad_enabled() and all(kernels.is_readable(x) and kernels.is_aligned(x) for x in (q, k)):
-        kernels.rotary(q, k, q, k, cos, sin, interleaved, False)
+        kernels.rotary(q, k, q, k, cos, sin, False)
         return q, k
-    return _Rotary.apply(q, k, cos, sin, interleaved, False)
+    return _Rotary.apply(q, k, cos, sin, False)
 
 
 class _Rotary(torch.autograd.Function):
     """The rotation and its transpose, which are each other's gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, interleaved, inverse):
+    def forward(ctx, q, k, cos, sin, inverse):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.inverse = interleaved, inverse
+        ctx.inverse = inverse
         q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-        kernels.rotary(q, k, q_out, k_out, cos, sin, interleaved, inverse)
+        kernels.rotary(q, k, q_out, k_out, cos, sin, inverse)
         return q_out, k_out
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return *_Rotary.apply(dq, dk, cos, sin, ctx.interleaved, not ctx.inverse), None, None, None, None
+        return *_Rotary.apply(dq, dk, cos, sin, not ctx.inverse), None, None, None

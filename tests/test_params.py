@@ -416,7 +416,7 @@ LAUNCHES = {
         half(2, 5, 4, 40), None, *dense(), half(2, 5, 4, 40), half(2, 4, 5).float(), kernels.DENSE, False
     ),
     "append": lambda _: kernels.append(half(2, 1, 2, 64), half(2, 1, 2, 64), half(2, 9, 2, 64), half(2, 9, 2, 64), int32(2), None),
-    "rotary": lambda _: kernels.rotary(*[half(2, 5, 2, 64)] * 4, *[half(1, 5, 64)] * 2, False, False),
+    "rotary": lambda _: kernels.rotary(*[half(2, 5, 2, 64)] * 4, *[half(1, 5, 64)] * 2, False),
     "cross_entropy": lambda _: kernels.cross_entropy(half(3, 9), torch.arange(3), torch.zeros(3)),
 }
 LAUNCHES["backward_workspace_bytes"] = LAUNCHES["backward"]

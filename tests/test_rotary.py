@@ -7,7 +7,6 @@ import torch
 from emulator import build
 from hf_flash2.patches.rotary import returns_new_tensors
 from torch.autograd import forward_ad
-from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
 from hf_flash2 import rotary
@@ -33,19 +32,15 @@ if not CUDA:
     pytestmark = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=str(build.reason_not_buildable()))
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """[B, S, H, D], operation by operation in x's dtype."""
     rotary_dim = cos.shape[-1]
     cos, sin, turned, rest = cos.unsqueeze(2), sin.unsqueeze(2), x[..., :rotary_dim], x[..., rotary_dim:]
-    if interleaved:
-        partner = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, -1)
-        partner = torch.cat((-second, first), -1)
-    return torch.cat((turned * cos + partner * sin, rest), -1)
+    first, second = turned.chunk(2, -1)
+    return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
 
 
-def problem(device, dtype, head_dim, rotary_dim, interleaved, batch=2, seqlen=5, heads=(4, 2), angle_rows=1, paired=True):
+def problem(device, dtype, head_dim, rotary_dim, batch=2, seqlen=5, heads=(4, 2), angle_rows=1, paired=True):
     """q and k as a fused projection gives them, and angles that differ from token to token; paired: both of a pair have the same."""
     generator = torch.Generator().manual_seed(0)
     sizes = [heads[0] * head_dim, heads[1] * head_dim, heads[1] * head_dim]
@@ -53,7 +48,7 @@ def problem(device, dtype, head_dim, rotary_dim, interleaved, batch=2, seqlen=5,
     q, k, _ = projection.split(sizes, -1)
     angles = 3 * torch.randn(angle_rows, seqlen, rotary_dim // 2 if paired else rotary_dim, generator=generator)
     if paired:
-        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+        angles = torch.cat((angles, angles), -1)
     q, k = (x.unflatten(-1, (-1, head_dim)).detach().requires_grad_() for x in (q, k))
     return q, k, angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -65,51 +60,45 @@ def outputs_and_gradients(function, q, k) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, (q, k), gradients)]
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (96, 96), (80, 32), (256, 64), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bit_for_bit(device, dtype, head_dim, rotary_dim, interleaved):
+def test_bit_for_bit(device, dtype, head_dim, rotary_dim):
     for angle_rows, heads, paired in ((1, (4, 2), True), (2, (3, 1), False)):
-        q, k, cos, sin = problem(device, dtype, head_dim, rotary_dim, interleaved, heads=heads, angle_rows=angle_rows, paired=paired)
-        found = outputs_and_gradients(lambda args=(q, k, cos, sin): rotary.apply_rotary(*args, interleaved), q, k)
-        wanted = outputs_and_gradients(lambda args=(q, k, cos, sin): [rotated(x, *args[2:], interleaved) for x in args[:2]], q, k)
+        q, k, cos, sin = problem(device, dtype, head_dim, rotary_dim, heads=heads, angle_rows=angle_rows, paired=paired)
+        found = outputs_and_gradients(lambda args=(q, k, cos, sin): rotary.apply_rotary(*args), q, k)
+        wanted = outputs_and_gradients(lambda args=(q, k, cos, sin): [rotated(x, *args[2:]) for x in args[:2]], q, k)
         for ours, theirs in zip(found, wanted, strict=True):
             assert torch.equal(ours, theirs) and ours.isfinite().all()
 
 
 def test_what_transformers_computes(device):
-    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64)
     found = rotary.apply_rotary(q, k, cos, sin)
     assert all(torch.equal(a, b) for a, b in zip(found, llama_rotary(q, k, cos, sin, unsqueeze_dim=2), strict=True))
     assert not torch.equal(found[0], q)
-    q, k, cos, sin = problem(device, torch.bfloat16, 64, 32, True)
-    angles = [torch.cat((x[..., ::2],) * 2, -1) for x in (cos, sin)]  # GLM's function repeats each angle itself
-    expected = glm_rotary(q, k, *angles, unsqueeze_dim=2)
-    assert all(torch.equal(a, b) for a, b in zip(rotary.apply_rotary(q, k, cos, sin, interleaved=True), expected, strict=True))
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_in_place(device, interleaved):
+def test_in_place(device):
     """The same bits, in the place of q and k; where gradients are recorded, or the kernel cannot write the strides, in new tensors."""
-    q, k, cos, sin = problem(device, torch.bfloat16, 80, 32, interleaved)
-    expected = [x.detach() for x in rotary.apply_rotary(q, k, cos, sin, interleaved)]
-    recorded = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+    q, k, cos, sin = problem(device, torch.bfloat16, 80, 32)
+    expected = [x.detach() for x in rotary.apply_rotary(q, k, cos, sin)]
+    recorded = rotary.apply_rotary(q, k, cos, sin, in_place=True)
     assert all(map(torch.equal, recorded, expected)) and not any(x is y for x, y in zip(recorded, (q, k), strict=True))
     with torch.no_grad():
         odd = [torch.nn.functional.pad(x, (0, 4))[..., :-4] for x in (q, k)]
-        found = rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True)
+        found = rotary.apply_rotary(*odd, cos, sin, in_place=True)
         assert all(map(torch.equal, found, expected)) and all(map(torch.equal, odd, (q, k)))
         odd = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (q, k)]  # an address that is no multiple of 16
         assert all(x.data_ptr() % 16 for x in odd)
-        assert all(map(torch.equal, rotary.apply_rotary(*odd, cos, sin, interleaved, in_place=True), expected))
+        assert all(map(torch.equal, rotary.apply_rotary(*odd, cos, sin, in_place=True), expected))
         aligned = q.clone(memory_format=torch.preserve_format), k.clone(memory_format=torch.preserve_format)
         for q, k in ((odd[0], aligned[1]), (aligned[0], odd[1])):  # either both or none
-            found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+            found = rotary.apply_rotary(q, k, cos, sin, in_place=True)
             assert all(map(torch.equal, found, expected)) and not any(x is y for x, y in zip(found, (q, k), strict=True))
         q, k = aligned
-        found = rotary.apply_rotary(q, k, cos, sin, interleaved)
+        found = rotary.apply_rotary(q, k, cos, sin)
         assert all(map(torch.equal, found, expected)) and not any(map(torch.equal, found, aligned))
-        found = rotary.apply_rotary(q, k, cos, sin, interleaved, in_place=True)
+        found = rotary.apply_rotary(q, k, cos, sin, in_place=True)
         assert all(map(torch.equal, found, expected)) and all(x is y for x, y in zip(found, (q, k), strict=True))
 
 
@@ -130,33 +119,33 @@ def test_whose_output_may_be_overwritten(monkeypatch):
 
 
 def test_an_empty_batch(device):
-    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False, seqlen=0)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, seqlen=0)
     assert [x.shape for x in rotary.apply_rotary(q, k, cos, sin)] == [q.shape, k.shape]
 
 
 def test_what_the_kernel_cannot_take_is_an_error(device):
-    q, k, cos, sin = problem(device, torch.bfloat16, 64, 24, False)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 24)
     with pytest.raises(ValueError, match="rotary_dim must be a multiple of 16, at most head_dim, got 24"):
         rotary.apply_rotary(q, k, cos, sin)
-    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64, False)
+    q, k, cos, sin = problem(device, torch.bfloat16, 64, 64)
     assert rotary.apply_rotary(q, k, cos, sin)[0].isfinite().all()
 
 
 def test_params_are_those_of_the_header(monkeypatch):
     library = stand_in.Library().install(monkeypatch)
-    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 32, True, angle_rows=2)
-    q_out, k_out = rotary.apply_rotary(q, k, cos, sin, interleaved=True)
+    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 32, angle_rows=2)
+    q_out, k_out = rotary.apply_rotary(q, k, cos, sin)
     params = stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[0])
     assert (params.struct_size, params.stream) == (len(library.calls[0]), 7)
     for name, x in (("q", q), ("k", k), ("q_out", q_out), ("k_out", k_out)):
         packed = getattr(params, name)
         assert (packed.data, packed.batch_stride, packed.token_stride, packed.head_stride) == (x.data_ptr(), *x.stride()[:3])
     assert (params.cos, params.sin, params.angle_batch_stride, params.angle_token_stride) == (cos.data_ptr(), sin.data_ptr(), 5 * 32, 32)
-    numbers = ("device", "dtype", "batch", "seqlen", "heads_q", "heads_k", "head_dim", "rotary_dim", "interleaved", "inverse")
-    assert [getattr(params, name) for name in numbers] == [-1, 1, 2, 5, 4, 2, 64, 32, 1, 0]
+    numbers = ("device", "dtype", "batch", "seqlen", "heads_q", "heads_k", "head_dim", "rotary_dim", "inverse")
+    assert [getattr(params, name) for name in numbers] == [-1, 1, 2, 5, 4, 2, 64, 32, 0]
     q_out.sum().backward()
     assert stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[1]).inverse == 1
-    rotary.apply_rotary(*problem("cpu", torch.bfloat16, 64, 32, False))
+    rotary.apply_rotary(*problem("cpu", torch.bfloat16, 64, 32))
     assert stand_in.structs()["HfFlash2RotaryParams"].from_buffer_copy(library.calls[2]).angle_batch_stride == 0
 
 
@@ -166,7 +155,7 @@ class OnGpu(torch.Tensor):
 
 def test_which_tensors_are_fused(monkeypatch):
     """On a CPU none. On a GPU those of one half type, aligned, with angles for each token; the rest keeps Transformers' function."""
-    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 64, False)
+    q, k, cos, sin = problem("cpu", torch.bfloat16, 64, 64)
     assert not rotary.can_fuse(q, k, cos, sin)
     monkeypatch.setattr(rotary, "_on_gpu", lambda x: True)
     assert rotary.can_fuse(q, k, cos, sin)
@@ -203,8 +192,8 @@ def test_which_tensors_are_fused(monkeypatch):
         "angles at an odd address": [q, k, *(torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (cos, sin))],
         "angles of four dims": [q, k, cos[..., None], sin[..., None]],
         "angles of three rows for two": [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)],
-        "more angles than head_dim": problem("cpu", torch.bfloat16, 64, 80, False),
-        "a head dim that is no multiple of 8": problem("cpu", torch.bfloat16, 60, 48, False),
+        "more angles than head_dim": problem("cpu", torch.bfloat16, 64, 80),
+        "a head dim that is no multiple of 8": problem("cpu", torch.bfloat16, 60, 48),
     }
     assert [name for name, tensors in refused.items() if rotary.can_fuse(*tensors)] == []
     with torch.no_grad(), forward_ad.dual_level():  # a tangent would be lost
