@@ -162,7 +162,7 @@ void check_rotary(const HfFlash2RotaryParams& p) {
   check_tensor("q_out", p.q_out, false);
   check_tensor("k_out", p.k_out, false);
   for (const void* angles : {p.cos, p.sin})
-    check_tensor("cos and sin", {const_cast<void*>(angles), p.angle_batch_stride, p.angle_token_stride, 0}, false);
+    check_tensor("cos and sin", {const_cast<void*>(angles), p.angle_batch_stride, p.rotary_dim, 0}, false);
 }
 
 void check_cross_entropy(const HfFlash2CrossEntropyParams& p) {

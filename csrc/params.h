@@ -155,10 +155,9 @@ typedef struct HfFlash2RotaryParams {
   HfFlash2Tensor q_out;  // as q
   HfFlash2Tensor k_out;  // as k
 
-  const void* cos;             // [B or 1, S, rotary_dim], of the tensors' type
-  const void* sin;             // as cos, with its strides
+  const void* cos;             // [B or 1, S, rotary_dim], contiguous, of the tensors' type
+  const void* sin;             // as cos
   int64_t angle_batch_stride;  // 0 when one row of angles serves the whole batch
-  int64_t angle_token_stride;
 
   int32_t device;  // CUDA device index
   int32_t dtype;   // HfFlash2Dtype

@@ -57,7 +57,7 @@ __device__ void rotate_halves(Vector& first, Vector& second, const Vector (&cos)
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant__ HfFlash2RotaryParams p) {
   const int batch = blockIdx.x / p.seqlen, token = blockIdx.x % p.seqlen;
-  const int64_t angles = batch * p.angle_batch_stride + token * p.angle_token_stride;
+  const int64_t angles = batch * p.angle_batch_stride + int64_t{token} * p.rotary_dim;
   const int rotated_items = p.rotary_dim / (2 * kVector), items = rotated_items + (p.head_dim - p.rotary_dim) / kVector;
 
   for (int index = threadIdx.x; index < (p.heads_q + p.heads_k) * items; index += kThreads) {

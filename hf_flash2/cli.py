@@ -1,7 +1,7 @@
 """The command line: `hf-flash2 info | build | parity | bench | run`, also as `python -m hf_flash2`.
 
 Each command is a module with add_arguments(parser) and run(args) -> exit code, imported only when it is the one asked for.
-Exit codes: 0 all right, 1 a problem was found, 2 wrong usage.
+Exit codes: 0 all right, 1 a problem was found, 2 wrong usage, 141 nobody reads the output any more.
 """
 
 import argparse

@@ -19,7 +19,7 @@ _WORKSPACE_BYTES_AT = struct.calcsize("=QQQ")  # in _FORWARD
 _FORWARD_ADDRESSES = struct.Struct("=15Q")
 _BACKWARD_ADDRESSES = struct.Struct("=22Q")
 _APPEND = struct.Struct("=QQ" + 4 * "Qqqq" + "QQQq" + "iiiiiiii")
-_ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQqq" + "iiiiiiiii4x")
+_ROTARY = struct.Struct("=QQ" + 4 * "Qqqq" + "QQq" + "iiiiiiiii4x")
 _CROSS_ENTROPY = struct.Struct("=QQ" + "QQQq" + "iiii")
 
 # seqlens_q, seqlens_k, key_mask, rng_state, sinks, as in ops.py; of a paged cache, block_table beside them. DENSE itself, not an equal
@@ -265,7 +265,7 @@ def rotary(
     batch, seqlen, heads_q, head_dim = q.shape
     params = _ROTARY.pack(
         _ROTARY.size, _current_stream(device), *_operand(q), *_operand(k), *_operand(q_out), *_operand(k_out),
-        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2], cos.shape[2],  # contiguous
+        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2],  # contiguous
         device, _DTYPES[q.dtype], batch, seqlen, heads_q, k.shape[2], head_dim, cos.shape[2], inverse,
     )  # fmt: skip
     native.checked(lib, lib.hf_flash2_rotary(params))

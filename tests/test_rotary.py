@@ -140,7 +140,7 @@ def test_params_are_those_of_the_header(monkeypatch):
     for name, x in (("q", q), ("k", k), ("q_out", q_out), ("k_out", k_out)):
         packed = getattr(params, name)
         assert (packed.data, packed.batch_stride, packed.token_stride, packed.head_stride) == (x.data_ptr(), *x.stride()[:3])
-    assert (params.cos, params.sin, params.angle_batch_stride, params.angle_token_stride) == (cos.data_ptr(), sin.data_ptr(), 5 * 32, 32)
+    assert (params.cos, params.sin, params.angle_batch_stride) == (cos.data_ptr(), sin.data_ptr(), 5 * 32)
     numbers = ("device", "dtype", "batch", "seqlen", "heads_q", "heads_k", "head_dim", "rotary_dim", "inverse")
     assert [getattr(params, name) for name in numbers] == [-1, 1, 2, 5, 4, 2, 64, 32, 0]
     q_out.sum().backward()
