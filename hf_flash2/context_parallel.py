@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import packing
 from .functional import flash_attn_func, flash_attn_varlen_func
 
 _PLAIN = torch._C._nn.scaled_dot_product_attention
@@ -315,17 +316,15 @@ def documents_of_mask(shards: Shards, real: torch.Tensor) -> RowDocuments | None
     """
     shards.chunk_tokens(real.shape[1])
     (whole,) = _gather(shards, real.to(torch.uint8))
-    reals = []
-    for row, tokens in enumerate(whole.cpu()):
-        where = tokens.nonzero().flatten()
-        first, end = (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
-        if end - first != len(where):
-            hole = first + int((tokens[first:end] == 0).nonzero()[0])
+    whole = whole.bool().cpu()
+    reals = list(zip(*(bounds.tolist() for bounds in packing.real_spans(whole)), strict=True))
+    for row, (first, end) in enumerate(reals):
+        if not whole[row, first:end].all():
+            hole = first + int(whole[row, first:end].int().argmin())
             raise ValueError(
                 "under context parallelism attention_mask may have padding on either side of a row, but not between its tokens: token "
                 f"{hole} of row {row} is padding, and {first} and {end - 1} are real, where the mask was cut as input_ids were"
             )
-        reals.append((first, end))
     size = whole.shape[1]
     return None if all(real == (0, size) for real in reals) else RowDocuments([[first] for first, _ in reals], size, reals)
 

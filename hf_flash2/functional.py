@@ -295,7 +295,7 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
     if key_mask is not None:
         if ranges_k is None:
             raise ValueError("key_mask needs ranges_k [3, B]; hf_flash2.packing.padded_batch makes both from an attention mask")
-        if tuple(key_mask.shape) != (batch, seqlen_k) or key_mask.dtype not in (torch.bool, torch.uint8) or key_mask.stride(-1) != 1:
+        if tuple(key_mask.shape) != (batch, seqlen_k) or key_mask.dtype != torch.uint8 or key_mask.stride(-1) != 1:
             raise ValueError(
                 f"key_mask must be a bool or uint8 tensor of shape [{batch}, {seqlen_k}] with last stride 1, "
                 f"got {key_mask.dtype} {list(key_mask.shape)}, strides {list(key_mask.stride())}"

@@ -35,27 +35,32 @@ def padded_batch(key_mask: torch.Tensor, seqlen_q: int, q_offset: int | torch.Te
     The range of a sequence spans its first to its last real key; padding in between ("holes") is what key_mask is kept for. The last query
     row of a range lies at the last key of its range, so that bottom-right alignment is exact for any kind of padding.
     """
-    batch, seqlen_k = key_mask.shape
-    if seqlen_k == 0:  # of no columns there is no least
-        empty = torch.zeros(3, batch, dtype=torch.int32, device=key_mask.device)
-        return PaddedBatch(empty[:2] if same_tokens else None, empty, key_mask.to(torch.uint8))
-    column = torch.arange(seqlen_k, device=key_mask.device)
+    seqlen_k = key_mask.shape[1]
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q
     if same_tokens:
-        key_mask = key_mask & (column < q_offset + seqlen_q)
-    start = torch.where(key_mask, column, seqlen_k).amin(1)
-    end = torch.where(key_mask, column + 1, 0).amax(1)
-    length = (end - start).clamp(min=0)
-    start = torch.where(length > 0, start, 0)
+        key_mask = key_mask & (torch.arange(seqlen_k, device=key_mask.device) < q_offset + seqlen_q)
+    start, end = real_spans(key_mask)
+    length = end - start
     holes = key_mask.sum(1) != length
     ranges_k = torch.stack((start, length, holes)).to(torch.int32)
     ranges_q = None
     if same_tokens:
         start_q = (start - q_offset).clamp(0, seqlen_q)
-        end_q = (start + length - q_offset).clamp(0, seqlen_q)
+        end_q = (end - q_offset).clamp(0, seqlen_q)
         ranges_q = torch.stack((start_q, end_q - start_q)).to(torch.int32)
     return PaddedBatch(ranges_q, ranges_k, key_mask.contiguous().to(torch.uint8))
+
+
+def real_spans(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of a bool mask [B, S] its first True and what is behind its last, int64 [B] each; 0 and 0 where there is none."""
+    batch, seqlen = mask.shape
+    if seqlen == 0:  # of no columns there is no least
+        none = torch.zeros(batch, dtype=torch.int64, device=mask.device)
+        return none, none
+    column = torch.arange(seqlen, device=mask.device)
+    end = torch.where(mask, column + 1, 0).amax(1)
+    return torch.where(mask, column, seqlen).amin(1).minimum(end), end
 
 
 def documents_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tensor, int] | None:

@@ -47,8 +47,8 @@ def attention_forward(
     """out and softmax_lse of attention; shapes and meaning as in `hf_flash2.ops.forward`."""
     compute = _compute_dtype(q)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.full(lse_shape, math.inf, dtype=torch.float32, device=q.device)
+    *batch, tokens, heads, _ = q.shape
+    lse = torch.full((*batch, heads, tokens), math.inf, dtype=torch.float32, device=q.device)
     for s in _sequences(q, k, seqlens_q, seqlens_k, key_mask):
         scores = _scores(s, s.take(q, s.q_rows), s.take(k, s.k_rows), compute, softmax_scale, window_left, window_right, softcap)
         row_lse = _row_lse(scores, sinks)

@@ -146,10 +146,9 @@ def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:
         return "without a token"
     batch, seqlen = mask.shape
     mask = mask.bool()
-    column = torch.arange(seqlen, device=mask.device)
     lengths = mask.sum(1, dtype=torch.int32)
-    spans = torch.where(mask, column + 1, 0).amax(1) - torch.where(mask, column, seqlen).amin(1)
-    tokens, longest, holes, last = torch.stack((lengths.sum(), lengths.max(), (spans > lengths).any(), mask[:, -1].any())).tolist()
+    first, end = packing.real_spans(mask)
+    tokens, longest, holes, last = torch.stack((lengths.sum(), lengths.max(), (end - first > lengths).any(), mask[:, -1].any())).tolist()
     if tokens == mask.numel():
         return "without padding"
     if tokens == 0:

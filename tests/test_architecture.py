@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "rotary": {"ops", "kernels", "native", "tracing"},
     "cross_entropy": {"kernels", "native"},
     "functional": {"ops", "support", "native", "tracing"},
-    "context_parallel": {"functional"},
+    "context_parallel": {"functional", "packing"},
     "kvcache": {"functional", "ops", "kernels", "reference", "support", "tracing"},
     "notices": {"ops", "tracing"},
     "masks": {"notices", "packing", "tracing"},

@@ -95,7 +95,7 @@ def test_a_mask_without_columns_is_of_sequences_without_tokens(seqlen_q, same_to
     assert (batch.ranges_k.tolist(), batch.key_mask.shape) == ([[0, 0]] * 3, (2, 0))
     assert batch.ranges_k.dtype == torch.int32 and batch.key_mask.dtype == torch.uint8
     if same_tokens:
-        assert (batch.ranges_q.tolist(), batch.ranges_q.dtype) == ([[0, 0]] * 2, torch.int32)
+        assert (batch.ranges_q.tolist(), batch.ranges_q.dtype) == ([[seqlen_q] * 2, [0] * 2], torch.int32)
     else:
         assert batch.ranges_q is None
     q, k = torch.randn(2, seqlen_q, 4, 8), torch.empty(2, 0, 4, 8)
