@@ -84,7 +84,19 @@ def test_ragged_batches_stand_beside_a_dense_one_of_equal_work():
     for point in ragged:
         assert point.fill == pytest.approx(0.3, abs=0.005)
         assert point.baseline.kind == "dense" and point.baseline.only_ours
-        assert point.baseline.tflop == pytest.approx(point.tflop, rel=0.15)  # full tiles of 128 rows
+        assert point.baseline.tflop == pytest.approx(point.tflop, rel=0.15) and point.baseline.seqlen % 128 == 0
+
+
+@pytest.mark.parametrize("fill", ("0.1", "0.3", "0.7"))
+def test_a_dense_batch_beside_short_sequences_has_their_work_too(fill):
+    points = points_of("ragged", "--seqlen", "64", "128", "256", "512", "1024", "--tokens", "131072", "--fill", fill)
+    for point in (point for point in points if point.baseline is not None):
+        assert point.baseline.batch == point.batch and point.baseline.tflop == pytest.approx(point.tflop, rel=0.15)
+
+
+def test_of_a_work_that_no_full_tile_has_the_dense_batch_has_the_nearest():
+    assert [bench_points.length_of_equal_work([n]) for n in (1, 3, 26, 100, 203, 270, 850)] == [1, 3, 24, 96, 192, 256, 896]
+    assert bench_points.length_of_equal_work([1, 1, 300]) == 160  # of a root mean square of 173.2
 
 
 def test_windows_stand_beside_full_causal():
