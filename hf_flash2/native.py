@@ -77,14 +77,19 @@ def load(path: Path, rebuild: str) -> ctypes.CDLL:
 
 
 def _check_complete(path: Path) -> None:
-    """Loading a library that was cut off, as by a full disk, would end the process. It ends with its section headers (ELF: e_shoff)."""
+    """Loading a library that was cut off, as by a full disk, or whose end was never written, as in a crash, would end the process. It ends
+    with its section headers (ELF: e_shoff)."""
     with path.open("rb") as file:
         header = file.read(64)
-    if len(header) == 64 and header[:5] == b"\x7fELF\x02":
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            return  # the loader says what is wrong with it
         offset, size, count = (int.from_bytes(header[begin:end], "little") for begin, end in ((40, 48), (58, 60), (60, 62)))
         end = offset + size * count
         if path.stat().st_size < end:
             raise OSError(f"the file has been cut off: {path.stat().st_size} of at least {end} bytes are there")
+        file.seek(offset)
+        if not any(file.read(end - offset)):
+            raise OSError("the file was not written to its end, where there are zeros alone")
 
 
 def _declare(lib: ctypes.CDLL) -> None:

@@ -136,6 +136,9 @@ def test_a_library_is_named_by_a_relative_path_or_cut_off(monkeypatch, tmp_path,
         Path("cut_off.so").write_bytes(whole[:size])
         with pytest.raises(native.NotAvailableError, match=f"cut_off.so cannot be loaded: the file has been cut off: {size} of at least"):
             native.library()
+    Path("cut_off.so").write_bytes(whole[: len(whole) // 3].ljust(len(whole), b"\0"))  # of the right size, and never written to the end
+    with pytest.raises(native.NotAvailableError, match="cut_off.so cannot be loaded: the file was not written to its end, where"):
+        native.library()
 
 
 def test_a_file_that_is_no_library(monkeypatch, tmp_path, unloaded):
