@@ -676,15 +676,26 @@ def package_version() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-flash2 build`."""
-    parser.add_argument("--archs", help=f"as HF_FLASH2_ARCHS (default {DEFAULT_ARCHS})")
-    parser.add_argument("--head-dims", help="as HF_FLASH2_HEAD_DIMS (default: all)")
+    parser.add_argument("--archs", type=_not_empty, help=f"as HF_FLASH2_ARCHS (default {DEFAULT_ARCHS})")
+    parser.add_argument("--head-dims", type=_not_empty, help="as HF_FLASH2_HEAD_DIMS (default: all)")
     parser.add_argument(
         "--strict", action="store_true", help="fail on register spills not listed in csrc/spills.json and on serialised wgmma"
     )
     parser.add_argument("--if-possible", action="store_true", help="say so and succeed where there is no compiler")
-    parser.add_argument("--csrc", type=Path, help="sources (default: those of the package)")
-    parser.add_argument("--build-folder", type=Path, help="objects and logs (default: build/kernels, or the user's cache)")
-    parser.add_argument("--output", type=Path, help=f"the library (default: {LIBRARY_NAME} in the package)")
+    parser.add_argument("--csrc", type=_path, help="sources (default: those of the package)")
+    parser.add_argument("--build-folder", type=_path, help="objects and logs (default: build/kernels, or the user's cache)")
+    parser.add_argument("--output", type=_path, help=f"the library (default: {LIBRARY_NAME} in the package)")
+
+
+def _not_empty(text: str) -> str:
+    """As of a shell variable that is not set: it would be the default, or for a path the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty; leave the option out for the default")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_not_empty(text))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,6 +58,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         *((["bench", "attention", "--dropout", p], f"--dropout: must be a number between 0 and 1, got '{p}'") for p in ("0", "1", "x")),
         (["bench", "attention", "--plot", "rates.xyz"], "--plot: must end in .png, .pdf, .svg, got 'rates.xyz'"),
         (["bench", "train", "--plot", "rates"], "--plot: must end in .png, .pdf, .svg, got 'rates'"),
+        *((["build", f"--{name}", ""], f"--{name}: must not be empty") for name in ("archs", "head-dims", "build-folder", "output")),
     ],
 )
 def test_a_value_that_cannot_be_is_wrong_usage(argv, message, capsys):
