@@ -578,9 +578,13 @@ def _run_ninja(folder: Path, jobs: int, lock: int, say: Say) -> None:
     command = [find_ninja(), "-C", str(folder), "-j", str(jobs)]
     environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
     failure: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment, pass_fds=(lock,)
-    ) as ninja:
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment, pass_fds=(lock,)
+        )
+    except OSError as error:  # such as a script of a Python that is gone
+        raise BuildError(f"hf_flash2: {command[0]} does not run: {error.strerror}; `pip install --force-reinstall ninja`") from error
+    with process as ninja:
         try:
             for line in map(str.rstrip, ninja.stdout):
                 if re.match(r"\[\d+/\d+\] ", line):

@@ -772,6 +772,16 @@ def test_an_interrupted_build_ends_its_compilers(tmp_path, monkeypatch):
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
+@pytest.mark.parametrize(("content", "why"), [("#!/gone/python", "No such file"), ("\x7fELF", "Exec format error")])
+def test_a_ninja_that_does_not_run_is_named(tmp_path, monkeypatch, content, why):
+    """A script of a Python that is gone, or a program for another machine."""
+    ninja = make_executable(tmp_path / "ninja", "")
+    ninja.write_text(content)
+    monkeypatch.setattr(build, "find_ninja", lambda: str(ninja))
+    with build._lock(tmp_path, print) as lock, pytest.raises(build.BuildError, match=f"{ninja} does not run: {why}.*install"):
+        build._run_ninja(tmp_path, 1, lock, print)
+
+
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
     def interrupted(**options):
         raise KeyboardInterrupt
