@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import fnmatch
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -169,7 +170,16 @@ def find_host_compiler() -> HostCompiler | None:
 
 
 def find_ninja() -> str | None:
-    """The ninja executable: of this Python's scripts folder (a virtual environment need not be activated), or on PATH."""
+    """The ninja executable: of the ninja package that this Python imports, of its scripts folder (a virtual environment need not be
+    activated), or on PATH.
+
+    NOTE: in pip's isolated builds the scripts folder is the user's. What a ninja package before 1.13 has put there imports ninja: that of
+    the build, which runs what lies in the scripts folder, itself, and so on without end.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("ninja") or ():
+            if file.name == "ninja" and (own := shutil.which(str(file.locate()))):
+                return own
     return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
 
 

@@ -121,13 +121,20 @@ def test_the_oldest_toolkit_that_will_do(only_these_toolkits, tmp_path):
 
 
 def test_ninja_of_this_python_is_taken_before_one_on_path(monkeypatch, tmp_path):
-    """A virtual environment need not be activated."""
-    own, on_path = (make_executable(tmp_path / folder / "ninja", "") for folder in ("scripts", "path"))
+    """That of the package it imports first: in pip's isolated builds its scripts folder may have one that would run itself without end. A
+    virtual environment need not be activated."""
+    imported, own, on_path = (make_executable(tmp_path / folder / "ninja", "") for folder in ("build/bin", "scripts", "path"))
+    packages = tmp_path / "build" / "packages"
+    (packages / "ninja-1.13.0.dist-info").mkdir(parents=True)
+    (packages / "ninja-1.13.0.dist-info" / "METADATA").write_text("Name: ninja\nVersion: 1.13.0\n")
+    (packages / "ninja-1.13.0.dist-info" / "RECORD").write_text("../bin/ninja,,\nninja/__init__.py,,\n")
+    monkeypatch.setattr(sys, "path", [str(packages)])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(own.parent) if name == "scripts" else None)
     monkeypatch.setenv("PATH", str(on_path.parent))
-    assert build.find_ninja() == str(own)
-    own.unlink()
-    assert build.find_ninja() == str(on_path)
+    for ninja in (imported, own, on_path):
+        assert os.path.samefile(build.find_ninja(), ninja)
+        ninja.unlink()
+    assert build.find_ninja() is None
 
 
 # ---- Finding the host compiler -----------------------------------------------------------------------------------------------------
