@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-flash2 bench`."""
     benchmarks = parser.add_subparsers(dest="what", required=True, metavar="|".join(BENCHMARKS))
     for name, module in BENCHMARKS.items():
-        summary = module.__doc__.split(": ", 1)[1].split(".\n", 1)[0]
+        summary = (module.__doc__ or ": ").split(": ", 1)[1].split(".\n", 1)[0]  # python -OO has no docstrings
         subparser = benchmarks.add_parser(name, help=" ".join(summary.split()), description=module.__doc__)
         module.add_arguments(subparser)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hf_flash2
-from hf_flash2 import build, cli, info, native, run
+from hf_flash2 import bench_attention, build, cli, info, native, run
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_compiler = pytest.mark.skipif(build.reason_not_buildable() is not None, reason=f"{build.reason_not_buildable()}")
@@ -117,6 +117,15 @@ def test_a_reader_who_hangs_up_ends_it_quietly(unbuffered):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_bench_needs_no_docstrings(monkeypatch, capsys):
+    """python -OO takes them away."""
+    monkeypatch.setattr(bench_attention, "__doc__", None)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "attention", "--help"])
+    assert caught.value.code == 0
+    assert "--seqlen" in capsys.readouterr().out
 
 
 def test_build_that_cannot_be_done_exits_with_1(monkeypatch, capsys):
