@@ -48,6 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     if is_program:  # argparse would take the first "--" away from what is the program's
         args.arguments = argv[2:]
         return args.run(args)
+    if args.command in NEED_TORCH:
+        from . import info
+
+        if problems := info.environment_problems(info.OF_CALLS):
+            print(f"hf-flash2 {args.command}: {problems[0]}", file=sys.stderr)
+            return 2
     try:
         code = args.run(args)
         if sys.stdout is not None:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from . import build, native, torch_problem
@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
         "backends": _backends,
         "transformers": _registration,
         "environment": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith("HF_FLASH2_")},
-        "environment_problems": _environment_problems,
+        "environment_problems": lambda: environment_problems([name for name in os.environ if name.startswith("HF_FLASH2_")]),
     }
     return {name: _guarded(section) for name, section in sections.items()}
 
@@ -251,9 +251,14 @@ _VARIABLES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _environment_problems() -> list[str]:
+# Those that a call reads, which raises ValueError where its value cannot be.
+OF_CALLS = ("HF_FLASH2_FAMILY", "HF_FLASH2_LOSS", "HF_FLASH2_ROTARY", "HF_FLASH2_STRICT")
+
+
+def environment_problems(names: Collection[str]) -> list[str]:
+    """What is wrong with these variables of the environment, as lines."""
     problems = []
-    for name in sorted(name for name in os.environ if name.startswith("HF_FLASH2_")):
+    for name in sorted(os.environ.keys() & set(names)):
         try:
             _VARIABLES[name]()
         except KeyError:

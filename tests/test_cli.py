@@ -389,6 +389,19 @@ def test_info_finds_slips_in_variables(name, value, said, capsys, monkeypatch):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("argv", [["parity"], ["bench", "train"]])
+@pytest.mark.parametrize("name", info.OF_CALLS)
+def test_a_variable_that_a_call_would_refuse_is_wrong_usage(name, argv, capsys, monkeypatch):
+    monkeypatch.setattr(cli.import_module(f"hf_flash2.{argv[0]}"), "run", lambda args: 0)
+    monkeypatch.setenv("HF_FLASH2_ARCHS", "70")  # of a build, which is none of this
+    monkeypatch.delenv(name, raising=False)
+    assert cli.main(argv) == 0
+    monkeypatch.setenv(name, "maybe")
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hf-flash2 {argv[0]}: {name} must be ") and said.endswith(", got 'maybe'\n")
+
+
 def test_info_knows_every_variable_there_is():
     """What the sources read, tests and library included."""
     texts = [path.read_text() for pattern in ("hf_flash2/*.py", "tests/*.py", "csrc/*.cpp") for path in ROOT.glob(pattern)]
