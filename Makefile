@@ -37,7 +37,19 @@ format: $(VENV)/.ready
 	$(RUN) -m ruff format .
 	$(CLANG_FORMAT) -i $(CPP_SOURCES)
 
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt
+SET_UP_BY := pyproject.toml setup.py constraints.txt
+# Again in a clone that was moved or copied, where .venv has the package of the other place, and where its Python is gone.
+ifneq ($(shell cat $(VENV)/.ready 2>/dev/null)$(if $(realpath $(RUN)),, without Python),$(CURDIR))
+.PHONY: $(VENV)/.ready
+endif
+
+# One at a time: a second make waits, and finds it done.
+ifndef SETTING_UP
+$(VENV)/.ready: $(SET_UP_BY)
+	@mkdir -p build
+	@flock build/set_up.lock $(MAKE) --no-print-directory SETTING_UP=1 $@
+else
+$(VENV)/.ready: $(SET_UP_BY)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, $(PYTHON) is " + sys.version)'
 	$(PYTHON) -m venv --clear $(VENV)
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
@@ -53,7 +65,8 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 		$(RUN) -c 'import torch' 2>/dev/null || torch='$(TORCH)'; \
 		$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt $$torch --editable '.[test,examples,lint,build]'; \
 	fi
-	@touch $@
+	@pwd -P > $@
+endif
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info hf_flash2/libhf_flash2.so

@@ -1036,3 +1036,38 @@ def test_build_module_and_setup_import_no_torch():
     code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_path('hf_flash2/build.py'); print('fine')"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_sets_up_once_at_a_time_and_again_where_the_clone_has_moved(tmp_path, monkeypatch):
+    """Two at once cleared each other's .venv; that of a copy ran the code of the clone that it was copied from."""
+    monkeypatch.delenv("MAKEFLAGS", raising=False)  # of the make that runs the tests
+    clone, log = tmp_path / "a clone", tmp_path / "log"
+    clone.mkdir()
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, clone)
+    python = make_executable(
+        tmp_path / "python",
+        f"""case "$*" in
+        *"import torch"*) exit 1;;
+        *"-m venv"*) echo begins >> {log}; sleep 0.5; rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo ends >> {log};;
+        esac""",
+    )
+    make = ["make", "build", f"PYTHON={python}"]
+
+    def set_ups() -> list[str]:
+        lines = log.read_text().split()
+        log.write_text("")
+        return lines
+
+    both = [subprocess.Popen(make, cwd=clone, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert set_ups() == ["begins", "ends"]
+    moved = clone.rename(tmp_path / "moved")
+    for expected in (["begins", "ends"], []):
+        subprocess.run(make, cwd=moved, stdout=subprocess.DEVNULL, check=True)
+        assert set_ups() == expected
+    (moved / ".venv/bin/python").unlink()
+    (moved / ".venv/bin/python").symlink_to("/gone/python")
+    subprocess.run(make, cwd=moved, stdout=subprocess.DEVNULL, check=True)
+    assert set_ups() == ["begins", "ends"]
