@@ -460,6 +460,8 @@ def build(
     output = (output or Path(__file__).with_name(LIBRARY_NAME)).resolve()
     if output.is_dir():
         raise UsageError(f"hf_flash2: --output must name a file, got the folder {output}; for example {output / LIBRARY_NAME}")
+    if output.exists() and not output.is_file():  # /dev/null, which root could replace
+        raise UsageError(f"hf_flash2: --output must name a file, got the device {output}")
     jobs_at_once, jobs_reason = choose_jobs()
     with _lock(folder, say) as lock:
         jobs = _plan(csrc, folder, toolkit, archs_wanted, head_dims or os.environ.get("HF_FLASH2_HEAD_DIMS", ""))

@@ -838,10 +838,16 @@ def test_the_hopper_kernels_alone_are_refused_before_anything_is_compiled(tmp_pa
 
 
 @needs_compiler
-def test_a_library_that_would_take_the_place_of_a_folder_is_refused(tree):
+def test_a_library_that_would_take_the_place_of_a_folder_or_a_device_is_refused(tree):
+    """root may replace /dev/null."""
     tree.output.mkdir()
     with pytest.raises(build.UsageError, match="--output must name a file, got the folder"):
         tree.build()
+    tree.output.rmdir()
+    os.mkfifo(tree.output)
+    with pytest.raises(build.UsageError, match=f"--output must name a file, got the device {tree.output}"):
+        tree.build()
+    assert tree.output.is_fifo()
 
 
 @needs_compiler
