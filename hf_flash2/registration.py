@@ -124,6 +124,7 @@ def _gated(method: Any) -> Any:
             advice = _FOR_PARTS if getattr(self.config, "sub_configs", None) else ""
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}{advice}')
         try:
+            _mind_hooks(self)
             with _among_compatible(self):
                 return method(self, *args, **kwargs)
         except (ValueError, ImportError) as error:
@@ -224,8 +225,11 @@ def _join_others() -> None:
     _join_accelerate()
 
 
-def _is_ours(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+def _is_ours(module: Any) -> bool:
+    """Of a layer, or of a model, whose text alone may be ours: what sees images is another's, where processes share sequences."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "text_config", None) or config
+    return getattr(config, "_attn_implementation", None) == NAME
 
 
 def _join_trl() -> bool:
@@ -256,11 +260,11 @@ def _sharing(method: Any) -> Any:
         if not _is_ours(model):
             return method(self, model, *args, **kwargs)
         config = model.config
-        config._attn_implementation_internal = "sdpa"
+        before, config._attn_implementation_internal = config._attn_implementation_internal, "sdpa"
         try:
             return method(self, model, *args, **kwargs)
         finally:
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = before
 
     return prepare
 
@@ -290,3 +294,18 @@ def _keeping_masks(attach_hooks: Any) -> Any:
             attach_hooks(model, *args, **kwargs)
 
     return attach
+
+
+def _mind_hooks(model: torch.nn.Module) -> None:
+    """Where accelerate has prepared a model before it becomes ours: let its hooks take masks away from other attention alone."""
+    for module in model.modules():
+        for key, hook in module._forward_pre_hooks.items():
+            if getattr(hook, "__qualname__", "").startswith(_ACCELERATES_HOOKS):
+                module._forward_pre_hooks[key] = _unless_ours(hook)
+
+
+def _unless_ours(hook: Callable) -> Callable:
+    def unless_ours(module, args, kwargs):
+        return None if _is_ours(module) else hook(module, args, kwargs)
+
+    return unless_ours

@@ -648,6 +648,38 @@ def test_accelerate_leaves_masks_and_windows_to_us():
     assert hooks(sdpa) > 0
 
 
+@pytest.mark.parametrize("way", ["flag", "patch"])
+def test_masks_are_ours_too_where_accelerate_came_first(way):
+    """Its hooks are on the layers by then, put there by a function that may not have been wrapped yet."""
+    accelerator = pytest.importorskip("accelerate.accelerator")
+    if not hasattr(accelerator, "_attach_context_parallel_hooks"):
+        pytest.skip("this accelerate has no context parallelism")
+    registration._join_accelerate()
+    inputs = {"input_ids": tiny_models.tokens(), "attention_mask": tiny_models.attention_mask("left")}
+    model, sdpa = tiny_models.model("llama", "sdpa"), tiny_models.model("llama", "sdpa")
+    accelerator._attach_context_parallel_hooks._hf_flash2_wraps(model)
+    WAYS[way](model)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(model(**inputs).logits[real], sdpa(**inputs).logits[real], rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("sdpa")
+    unmasked = sdpa(input_ids=inputs["input_ids"], position_ids=torch.arange(tiny_models.SEQLEN)[None]).logits
+    torch.testing.assert_close(model(**inputs).logits, unmasked, rtol=1e-4, atol=1e-4)  # of other attention it takes them still
+
+
+def test_a_model_whose_text_alone_is_ours_is_known():
+    """As one does whose images are seen by another attention."""
+    text = types.SimpleNamespace(_attn_implementation="hf_flash2")
+    config = types.SimpleNamespace(_attn_implementation_internal="eager", text_config=text)
+    model = types.SimpleNamespace(config=config)
+    attached, seen = [], []
+    registration._keeping_masks(attached.append)(model)
+    registration._sharing(lambda trainer, model: seen.append(model.config._attn_implementation_internal))(None, model)
+    assert not attached and seen == ["sdpa"] and config._attn_implementation_internal == "eager"
+    text._attn_implementation = "sdpa"
+    registration._keeping_masks(attached.append)(model)
+    assert attached == [model]
+
+
 def test_a_mask_of_documents_counts_where_positions_cannot_be_seen(monkeypatch):
     """Layers of GPT-2 are not given the position_ids that its masks were made from."""
     monkeypatch.setattr(context_parallel, "agree", lambda *args: context_parallel.Agreement(False, False, args[4]))
