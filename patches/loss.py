@@ -51,7 +51,9 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
         _count(model, IN_CHUNKS if only_the_loss else FROM_LOGITS)
     if not only_the_loss:
         return upstream(model, **inputs)
-    about_loss = {name: inputs.pop(name, None) for name in ("labels", "shift_labels", "ignore_index", "logits_to_keep", "return_dict")}
+    about_loss = {name: inputs.get(name) for name in ("labels", "shift_labels", "ignore_index", "logits_to_keep", "return_dict")}
+    # A new dict: of one that is changed before a graph break Dynamo guards no names, and takes the next batch for one with the same.
+    inputs = {name: x for name, x in inputs.items() if name not in about_loss}
     rows, row_labels = labelled_rows(
         labels, inputs.get("attention_mask"), about_loss["shift_labels"], about_loss["ignore_index"],
         counted=inputs.get("num_items_in_batch") is not None,

@@ -320,3 +320,20 @@ def test_compiled_without_recompiling_for_every_batch():
     torch._dynamo.reset()
     assert graphs == [1, 1, 0, 0, 0, 0]  # one for the first number of tokens, one for any
     assert report.forwards == {"packed": 6} and report.losses == {"in chunks": 6}
+
+
+def test_compiled_with_other_arguments_from_batch_to_batch():
+    """cu_seq_lens of one batch are no part of the next."""
+    torch._dynamo.reset()
+    eager, model = small_models.twins("llama")
+    hf_flash2.patch(model.train(), packed=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    rows = [{"input_ids": row[:length]} for row, length in zip(ragged(0)["input_ids"], (9, 15, 24), strict=False)]
+    documents = hf_flash2.PackingCollator(24)(rows)
+    whole = {name: documents[name] for name in ("input_ids", "labels")} | {"position_ids": torch.arange(24).repeat(2, 1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    for inputs in (documents, whole, documents):
+        known_to_eager = {name: x for name, x in inputs.items() if name in whole}
+        expected = eager.train()(**known_to_eager, use_cache=False).loss
+        torch.testing.assert_close(compiled(**inputs, use_cache=False).loss, expected)
+    torch._dynamo.reset()
