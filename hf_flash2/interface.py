@@ -259,8 +259,10 @@ def _check_shards(
     if reason is not None:
         _refuse_shards(module, reason)
     masked = attention_mask is not None and attention_mask.dim() == 2
-    # Of documents, also where positions only jump, from one chunk to the next.
-    of_documents = attention_mask is not None and holds_documents(attention_mask)
+    # Of documents, also where positions only jump, from one chunk to the next, or nobody could look at them while compiling.
+    of_documents = attention_mask is not None and (
+        holds_documents(attention_mask) or getattr(attention_mask, ATTRIBUTE, None) == MAYBE_DOCUMENTS
+    )
     if not (attention_mask is None or masked or of_documents):
         _refuse_shards(module, getattr(attention_mask, ATTRIBUTE, _GIVEN_4D))
     config, mask = getattr(module, "config", None), attention_mask if masked else None

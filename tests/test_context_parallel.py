@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as theirs
 
 import hf_flash2
-from hf_flash2 import context_parallel, flash_attn_func, interface, registration, shareable
+from hf_flash2 import context_parallel, flash_attn_func, interface, masks, registration, shareable
 from hf_flash2.context_parallel import Shards
 
 SEQLEN = 24  # a multiple of twice 2 and twice 3 processes
@@ -687,6 +687,21 @@ def test_a_mask_of_documents_counts_where_positions_cannot_be_seen(monkeypatch):
     documents = torch.ones(1, 2, 12, dtype=torch.uint8)
     with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k of the whole rows, if not, an attention_mask of ones"):
         interface._check_shards(torch.nn.Identity(), Shards(None, 0, 2, True), q, q, documents, True, {})
+
+
+def test_a_mask_made_while_compiling_says_no_more_than_positions(monkeypatch):
+    """Nobody could look at them then; here they are looked at, or cu_seq_lens say, as the mask's own reason advises."""
+    monkeypatch.setattr(context_parallel, "agree", lambda *args: context_parallel.Agreement(False, False, args[4]))
+    monkeypatch.setattr(context_parallel, "_gather", lambda *_: [torch.arange(24).unsqueeze(0)])  # what two processes would bring together
+    layer, q, shards = torch.nn.Identity(), torch.randn(1, 12, 2, 16), Shards(None, 0, 2, True)
+    mask = masks.attach(torch.ones(1, 1, 12, 12, dtype=torch.bool), masks.MAYBE_DOCUMENTS)
+    given = {"position_ids": shards.positions(12, q.device).unsqueeze(0)}
+    assert interface._check_shards(layer, shards, q, q, mask, True, dict(given)) is None
+    bounds = torch.tensor([0, 5, 24], dtype=torch.int32)
+    given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    assert interface._check_shards(layer, shards, q, q, mask, True, given).starts == [[0, 5]]
+    with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k of the whole rows, if not, an attention_mask of ones"):
+        interface._check_shards(layer, shards, q, q, mask, True, {})
 
 
 def test_cu_seqlens_of_whole_rows_are_refused_outside():
