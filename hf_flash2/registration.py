@@ -121,7 +121,7 @@ def _gated(method: Any) -> Any:
         _join_others()
         reason = reason_model_unsupported(self)
         if reason is not None:
-            advice = _FOR_PARTS if getattr(self.config, "sub_configs", None) else ""
+            advice = _FOR_PARTS if self.config.sub_configs or self.config.base_config_key else ""  # it has parts, or may be one
             raise ValueError(f'{type(self).__name__} cannot run with attn_implementation="{NAME}": {reason}{advice}')
         try:
             _mind_hooks(self)

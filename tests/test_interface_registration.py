@@ -239,10 +239,11 @@ def test_layers_that_never_call_the_interface(source, served, monkeypatch, tmp_p
 def test_a_refusal_names_the_way_for_models_made_of_several(monkeypatch):
     with pytest.raises(ValueError, match='use .*"eager"$'):
         tiny.model("bloom")
-    model = transformers.LlavaForConditionalGeneration
-    monkeypatch.setattr(model, "_supports_flash_attn", False)
-    with pytest.raises(ValueError, match='use .*"eager"; of a model made of several, load it so and call hf_flash2.patch'):
-        model._from_config(transformers.LlavaConfig(), attn_implementation="hf_flash2")
+    for refused in (transformers.CLIPVisionModel, transformers.LlavaForConditionalGeneration):  # a part; the whole
+        monkeypatch.setattr(refused, "_supports_flash_attn", False)
+        named = f'{refused.__name__} cannot run .* use .*"eager"; of a model made of several, load it so and call hf_flash2.patch'
+        with pytest.raises(ValueError, match=named):
+            transformers.LlavaForConditionalGeneration._from_config(transformers.LlavaConfig(), attn_implementation="hf_flash2")
 
 
 LOOKS_UP_AN_ATTRIBUTE = """
