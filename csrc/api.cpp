@@ -209,6 +209,9 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (!sm90::tma_can_read(p.q, sm90::Rows::of_queries(p), p.heads_q) || !sm90::tma_can_read(p.k, rows_k, p.heads_k) ||
       !sm90::tma_can_read(p.v, rows_k, p.heads_k))
     return "TMA cannot read q, k or v (empty, or expanded with stride 0)";
+  if (!sm90::has_room_before(p.q, p.max_seqlen_q) || !sm90::has_room_before(p.out, p.max_seqlen_q) ||
+      (!paged && (!sm90::has_room_before(p.k, p.max_seqlen_k) || !sm90::has_room_before(p.v, p.max_seqlen_k))))
+    return "a sequence of q, k, v or out spans more bytes than its address, before which its tensor map would begin";
   return nullptr;
 }
 
@@ -225,9 +228,8 @@ const char* reason_not_sm90_backward(const HfFlash2BackwardParams& p) {
   if (const char* reason = reason_not_sm90(p.forward)) return reason;
   if (!sm90::tma_can_read(p.dout, sm90::Rows::of_queries(p.forward), p.forward.heads_q))
     return "TMA cannot read dout (expanded with stride 0)";
-  if (!sm90::has_room_before(p.forward.q, p.forward.max_seqlen_q) || !sm90::has_room_before(p.dout, p.forward.max_seqlen_q) ||
-      !sm90::has_room_before(p.forward.k, p.forward.max_seqlen_k) || !sm90::has_room_before(p.forward.v, p.forward.max_seqlen_k))
-    return "a sequence of q, k, v or dout spans more bytes than its address, before which its tensor map would begin";
+  if (!sm90::has_room_before(p.dout, p.forward.max_seqlen_q))
+    return "a sequence of dout spans more bytes than its address, before which its tensor map would begin";
   return nullptr;
 }
 

@@ -24,13 +24,10 @@ __device__ __forceinline__ Sequence find_sequence(const HfFlash2Sequences& seque
   return {0, max_seqlen};
 }
 
-// By a warp: the longest, the first one of several.
+// By a warp, of at most kFewSequences: the longest, the first one of several.
+constexpr int kFewSequences = 32;
 __device__ __forceinline__ int find_longest(const HfFlash2Sequences& sequences, int batch_size, int max_seqlen) {
-  int length = -1, found = 0;
-  for (int batch = threadIdx.x % 32; batch < batch_size; batch += 32) {
-    const int other = find_sequence(sequences, batch_size, batch, max_seqlen).length;
-    if (other > length) length = other, found = batch;
-  }
+  int found = threadIdx.x % 32, length = found < batch_size ? find_sequence(sequences, batch_size, found, max_seqlen).length : -1;
   for (int offset = 1; offset < 32; offset *= 2) {
     const int other = __shfl_xor_sync(0xffffffffu, length, offset), batch = __shfl_xor_sync(0xffffffffu, found, offset);
     if (other > length || (other == length && batch < found)) length = other, found = batch;

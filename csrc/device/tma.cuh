@@ -25,12 +25,21 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
 }
 
 // The same of a 5-D map.
+template <bool kStreams = false>
 __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
                                          int v) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
-                   destination),
-               "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
-               : "memory");
+  if constexpr (kStreams)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], "
+        "[%2], %8;" ::"r"(destination),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(evict_first_policy())
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
+            destination),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+        : "memory");
 }
 
 // Copies a tile from shared memory to the box at these coordinates. What lies outside the tensor is not written. Joins the group that
@@ -49,12 +58,19 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t sourc
         : "memory");
 }
 
-// The same to a 5-D map, streaming.
-__device__ __forceinline__ void tma_store_streaming(const CUtensorMap* map, uint32_t source, int x, int y, int z, int w, int v) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], [%1], %7;" ::"l"(
-                   reinterpret_cast<uint64_t>(map)),
-               "r"(source), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(evict_first_policy())
-               : "memory");
+// The same to a 5-D map.
+template <bool kStreams = false>
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source, int x, int y, int z, int w, int v) {
+  if constexpr (kStreams)
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], [%1], %7;" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(source), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(evict_first_policy())
+                 : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(reinterpret_cast<uint64_t>(map)),
+        "r"(source), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+        : "memory");
 }
 
 }  // namespace hf_flash2

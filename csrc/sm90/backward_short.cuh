@@ -136,8 +136,8 @@ __device__ __forceinline__ void store_gradient(const CUtensorMap* map, uint32_t 
   for (int panel = 0; panel < Shape::kPanels; ++panel) {
     const int column = panel * 64;
     if (panel == 0 || column < columns)
-      tma_store_streaming(map, tile + panel * Shape::kPanelBytes, column, map_rows - sequence.length + block * 64,
-                          sequence.start + sequence.length, head, map_batch);
+      tma_store<true>(map, tile + panel * Shape::kPanelBytes, column, map_rows - sequence.length + block * 64,
+                      sequence.start + sequence.length, head, map_batch);
   }
   bulk_commit();
 }

@@ -1,5 +1,5 @@
-// Zeros where a tile of V reaches beyond its sequence: this map clips at the end of the tensor only, and behind a sequence lies another one or
-// padding, whose NaN and infinities would survive a multiplication with probability 0. The backward has make_sequence_map() for that.
+// Zeros where a tile of V in a page reaches beyond its sequence: the map of a paged cache clips at the end of a page only, and behind a sequence
+// lies what was there before, whose NaN and infinities would survive a multiplication with probability 0. Elsewhere make_sequence_map() does that.
 #pragma once
 #include "device/shared_memory.cuh"
 

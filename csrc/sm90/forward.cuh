@@ -39,14 +39,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const int query_part = Shape::kQueryParts > 1 ? group : 0;
   const bool elected = threadIdx.x % 128 == 0;
   const auto stores_lse = [&] { return lane % 4 == 0 && Shape::first_panel() == 0 && Shape::first_column(group) == 0; };
-  const bool ragged = have_lengths(params.sequences_k);
   const float scale_log2 = kCapped ? arguments.cap.log2 : params.softmax_scale * kLog2e;
 
   float scores[1][kBlockN / 8][4], out[1][kHeadDimV / 8][4], rescale[1][2];
   uint32_t probabilities[kBlockN / 4];  // rounded, as A operands
 
   // PERF: descriptors of a tile are made once and advanced, two instructions a product in place of five, issued beside softmax that wants
-  // all there are: d 128 1 to 2 %. Key blocks counted unsigned: d 64 0.5 to 1 % faster, d 128 as much slower. TUNING.md, "Descriptors".
+  // all there are: d 128 1 to 2 %. TUNING.md, "Descriptors".
   const auto issue_scores = [&](int tile, int stage) {
     const uint64_t queries = panel_descriptor(shared.q(tile) + Shape::row_group(group) * 8192), keys = panel_descriptor(shared.k(stage));
     wgmma_fence();
@@ -88,7 +87,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
   const Dropout<kDropout> dropout(params.rng_state);
   if (group == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
 
-  std::conditional_t<kHeadDim == 64, uint32_t, int> use = 0;  // key blocks computed so far
+  int use = 0;  // key blocks computed so far
   // Where there are column parts, S of a key block is what both blocks of a cluster make of theirs.
   const auto add_part_of_peer = [&] {
     if constexpr (Shape::kColumnParts > 1) shared.part_of_peer(group).exchange(scores[0], use);
@@ -98,7 +97,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
     const ForwardTask task = ForwardTask::load(shared.task(tile));
     if (task.head == ForwardTask::kNone) break;
     const int row = task.row_begin + group_row;
-    const bool lends = Shape::kLendsStages && is_whole<Shape>(arguments, task);
+    const bool lends = Shape::kLendsStages && leaves_by_engine<Shape>(arguments, task);
     uint32_t through = shared.out(group);
     OnlineSoftmax<1> softmax;
     const auto finish = [&] {
@@ -131,11 +130,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
         mbarrier_arrive(shared.q_empty(tile, query_part));
         if (lends && group == 1) named_barrier_arrive(kStageBarrier, 256);
       };
-      if (ragged && (block + 1) * kBlockN > task.k.length) {
-        mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
-        clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
-        async_proxy_fence();
-        named_barrier_sync(kClearBarrier, kConsumers * 128);
+      if constexpr (kIsPaged<kExtra>) {
+        if ((block + 1) * kBlockN > task.k.length) {
+          mbarrier_wait(shared.v_full(use % kStages), use / kStages & 1);
+          clear_rows<kBlockN, Shape::kValuePanels, kConsumers * 128>(shared.v(use % kStages), task.k.length - block * kBlockN);
+          async_proxy_fence();
+          named_barrier_sync(kClearBarrier, kConsumers * 128);
+        }
       }
       if constexpr (Shape::kLeavesBlocks) {
         const int first_row = task.row_begin + group * 64, last_query = (first_row + 63) >> arguments.tile_heads_log2;
@@ -261,7 +262,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardArguments& arguments,
       clear_out();
     }
     const ForwardTask done = ForwardTask::load(shared.task(tile));
-    store_out<Shape, T>(arguments, Shape::kOutApart ? is_whole<Shape>(arguments, done) : lends, through, done, row, out[0]);
+    store_out<Shape, T>(arguments, Shape::kOutApart ? leaves_by_engine<Shape>(arguments, done) : lends, through, done, row, out[0]);
   }
   if (elected) bulk_wait_all();
   if (group == 0) wait_turn();  // takes the turn nobody is left to take: arrivals and waits of every barrier match

@@ -175,16 +175,25 @@ void launch_combine(const HfFlash2ForwardParams& params, int splits) {
 
 template <typename Shape, typename T>
 void launch_forward(const HfFlash2ForwardParams& params) {
-  const Rows rows_q = Rows::of_queries(params), rows_k = Rows::of_keys(params);
   const ForwardPlan plan = ForwardPlan::make<Shape>(params);
   const int tile_heads = plan.tile_heads, splits = plan.splits;
 
   ForwardArguments arguments;
-  arguments.q = make_tensor_map_heads_first(params.q, params.dtype, params.head_dim, rows_q, params.heads_q,
-                                            Shape::kBlockM / Shape::kQueryParts, tile_heads);
-  arguments.k = make_tensor_map(params.k, params.dtype, params.head_dim, rows_k, params.heads_k, Shape::kBlockN);
-  arguments.v = make_tensor_map(params.v, params.dtype, params.head_dim_v, rows_k, params.heads_k, Shape::kBlockN);
-  arguments.out = make_tensor_map_heads_first(params.out, params.dtype, params.head_dim_v, rows_q, params.heads_q, 64, tile_heads);
+  const bool paged = params.block_table != nullptr;
+  const SequenceRows queries = SequenceRows::of_queries(params), keys = SequenceRows::of_keys(params);
+  const auto map_of_keys = [&](const HfFlash2Tensor& tensor, int head_dim) {
+    return paged ? make_tensor_map(tensor, params.dtype, head_dim, keys.rows, params.heads_k, Shape::kBlockN)
+                 : make_sequence_map(tensor, params.dtype, head_dim, keys, params.heads_k, Shape::kBlockN);
+  };
+  const auto map_of_queries = [&](const HfFlash2Tensor& tensor, int head_dim, int tile_rows) {
+    return make_sequence_map_heads_first(tensor, params.dtype, head_dim, queries, params.heads_q, tile_rows, tile_heads);
+  };
+  arguments.q = map_of_queries(params.q, params.head_dim, Shape::kBlockM / Shape::kQueryParts);
+  arguments.out = map_of_queries(params.out, params.head_dim_v, 64);
+  arguments.k = map_of_keys(params.k, params.head_dim), arguments.v = map_of_keys(params.v, params.head_dim_v);
+  arguments.zero_queries = make_zero_map(params.q, params.dtype, Shape::kBlockM / Shape::kQueryParts);
+  arguments.zero_keys = make_zero_map(params.k, params.dtype, Shape::kBlockN);
+  arguments.map_rows_q = queries.longest, arguments.map_rows_k = keys.longest;
   arguments.params = params;
   arguments.cap = ScoreCap::of(params);
   arguments.dropout = DropoutRate::of(params.dropout_p);
@@ -224,7 +233,7 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;
   const int shared_bytes = may_have_gaps(params) ? ForwardShared<Shape>::kBytesWithGaps : Shape::kSharedBytes;
   auto compute = launch<forward_kernel<Shape, T, ForwardExtra::kNone>, ForwardArguments, Shape::kColumnParts>;
-  const bool paged = params.block_table != nullptr, capped = params.softcap > 0.f;
+  const bool capped = params.softcap > 0.f;
   if constexpr (Shape::kHasCapped) {
     if (capped) compute = launch<forward_kernel<Shape, T, ForwardExtra::kCapped>, ForwardArguments>;
   }

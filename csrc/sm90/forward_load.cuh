@@ -20,7 +20,7 @@ constexpr bool kIsCapped = kExtra == ForwardExtra::kCapped || kExtra == ForwardE
 template <typename Shape, ForwardExtra kExtra>
 __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, const ForwardShared<Shape>& shared, int first_batch,
                                            CountedSequence at) {
-  constexpr int kStages = Shape::kStages;
+  constexpr int kStages = Shape::kStages, kUnrolled = Shape::kTaskOutColumns > 256 ? 1 : 4;  // registers
   const HfFlash2ForwardParams& params = arguments.params;
   const bool packed = params.sequences_q.cu_seqlens != nullptr;
   const int first_panel = Shape::first_panel();
@@ -37,10 +37,15 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
       const uint32_t full = shared.q_full(tile, part);
       if (part > 0) mbarrier_wait(shared.q_empty(tile, part), shared.q_parity(tile) ^ 1);
       mbarrier_arrive_expect(full, Shape::kPanels * Shape::kQueryPartBytes);
-      const int token = task.q.start + task.query_begin(arguments, part * (Shape::kBlockM / Shape::kQueryParts));
-      for (int panel = 0; panel < Shape::kPanels; ++panel)
-        tma_load<Shape::kStreams>(shared.q(tile) + panel * Shape::kQueryPanelBytes + part * Shape::kQueryPartBytes, &arguments.q, full,
-                                  (first_panel + panel) * 64, task.head, token, map_batch);
+      int row = arguments.map_rows_q - task.q.length + task.query_begin(arguments, part * (Shape::kBlockM / Shape::kQueryParts));
+      if constexpr (Shape::kQueryParts > 1) row = min(row, arguments.map_rows_q - 1);  // no box may be all outside
+#pragma unroll kUnrolled
+      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+        const uint32_t to = shared.q(tile) + panel * Shape::kQueryPanelBytes + part * Shape::kQueryPartBytes;
+        const int column = (first_panel + panel) * 64;
+        const CUtensorMap* map = column == 0 || column < params.head_dim ? &arguments.q : &arguments.zero_queries;
+        tma_load<Shape::kStreams>(to, map, full, column, task.head, row, task.q.start + task.q.length, map_batch);
+      }
     }
   };
 
@@ -58,22 +63,28 @@ __device__ __forceinline__ void load_tiles(const ForwardArguments& arguments, co
 #pragma unroll 1
     for (int block = task.key_block_end - 1; block >= task.key_block_begin; --block, ++use) {
       const int stage = use % kStages, released = (use / kStages & 1) ^ 1;
-      int token = task.k.start + block * Shape::kBlockN, batch_k = map_batch;
-      if constexpr (kIsPaged<kExtra>) {
-        const KeyPlace at = find_key(params.block_table, params.block_table_stride, params.page_size, task.batch, block * Shape::kBlockN);
-        token = at.token, batch_k = at.page;
-      }
+      [[maybe_unused]] const int row = arguments.map_rows_k - task.k.length + block * Shape::kBlockN, end = task.k.start + task.k.length;
+      [[maybe_unused]] KeyPlace page;
+      if constexpr (kIsPaged<kExtra>)
+        page = find_key(params.block_table, params.block_table_stride, params.page_size, task.batch, block * Shape::kBlockN);
+      const auto load_panels = [&](uint32_t tile, const CUtensorMap* map, uint32_t full, int panels, int columns) {
+#pragma unroll kUnrolled
+        for (int panel = 0; panel < panels; ++panel) {
+          const uint32_t to = tile + panel * Shape::kKeyPanelBytes;
+          const int column = (first_panel + panel) * 64;
+          if constexpr (kIsPaged<kExtra>)
+            tma_load(to, map, full, column, page.token, head_k, page.page);
+          else
+            tma_load(to, column == 0 || column < columns ? map : &arguments.zero_keys, full, column, row, end, head_k, map_batch);
+        }
+      };
       mbarrier_wait(shared.k_empty(stage), released);
       mbarrier_arrive_expect(shared.k_full(stage), Shape::kKeyBytes);
-      for (int panel = 0; panel < Shape::kPanels; ++panel)
-        tma_load(shared.k(stage) + panel * Shape::kKeyPanelBytes, &arguments.k, shared.k_full(stage), (first_panel + panel) * 64, token,
-                 head_k, batch_k);
+      load_panels(shared.k(stage), &arguments.k, shared.k_full(stage), Shape::kPanels, params.head_dim);
       if (block == task.key_block_end - 1) load_queries(task, hand_over(task), map_batch);
       mbarrier_wait(shared.v_empty(stage), released);
       mbarrier_arrive_expect(shared.v_full(stage), Shape::kValueBytes);
-      for (int panel = 0; panel < Shape::kValuePanels; ++panel)
-        tma_load(shared.v(stage) + panel * Shape::kKeyPanelBytes, &arguments.v, shared.v_full(stage), (first_panel + panel) * 64, token,
-                 head_k, batch_k);
+      load_panels(shared.v(stage), &arguments.v, shared.v_full(stage), Shape::kValuePanels, params.head_dim_v);
     }
   };
   uint32_t taken = 0;  // from the counter so far

@@ -180,32 +180,33 @@ __device__ __forceinline__ void store_lse(const ForwardArguments& arguments, con
   }
 }
 
-// Whether the copy engine takes O: of whole tiles. Rows of a tile that ends behind its sequence, and shares, which are floats, are written
-// from registers.
+// Whether the copy engine takes O. Shares, which are floats, are written from registers, as are rows that see no keys, and without shared memory
+// of its own a tile that ends behind its sequence, with which a warpgroup may have nothing to do.
 template <typename Shape>
-__device__ __forceinline__ bool is_whole(const ForwardArguments& arguments, const ForwardTask& task) {
+__device__ __forceinline__ bool leaves_by_engine(const ForwardArguments& arguments, const ForwardTask& task) {
   const int query_end = (task.row_begin + Shape::kBlockM) >> arguments.tile_heads_log2;
-  return !is_share<Shape>(arguments, task) && query_end <= task.q.length && task.key_block_begin < task.key_block_end;
+  return !is_share<Shape>(arguments, task) && (Shape::kOutApart || query_end <= task.q.length) && task.key_block_begin < task.key_block_end;
 }
 
-// A warpgroup's rows of O, through shared memory at `through` where the tile is whole: the copy engine takes them under whatever the
-// warpgroup does next. `row` is this thread's first.
+// A warpgroup's rows of O, by the copy engine by way of shared memory at `through`, under whatever the warpgroup does next. `row` is this thread's
+// first.
 template <typename Shape, typename T>
-__device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool whole, uint32_t through, const ForwardTask& task, int row,
-                                          const float (&out)[Shape::kHeadDimV / 8][4]) {
+__device__ __forceinline__ void store_out(const ForwardArguments& arguments, bool by_engine, uint32_t through, const ForwardTask& task,
+                                          int row, const float (&out)[Shape::kHeadDimV / 8][4]) {
   const HfFlash2ForwardParams& params = arguments.params;
   const int column = Shape::first_panel() * 64 + (Shape::kColumnGroups == 1 ? 0 : Shape::first_column(warpgroup_index()));
-  if (whole) {
+  if (by_engine) {
     const int group = warpgroup_index();
     uint32_t rounded[Shape::kHeadDimV / 4];
     round_tiles<T, Shape::kHeadDimV / 8>(rounded, out);
     store_panels<Shape::kOutPanelBytes, Shape::kHeadDimV / 8>(through, rounded);
     named_barrier_sync(kOutBarrier + group, 128);
     if (threadIdx.x % 128 == 0) {
-      const int token = task.q.start + ((task.row_begin + Shape::row_group(group) * 64) >> arguments.tile_heads_log2);
-      for (int panel = 0; panel < Shape::kOutPanels; ++panel)
-        tma_store<Shape::kStreams>(&arguments.out, through + panel * Shape::kOutPanelBytes, column + panel * 64, task.head, token,
-                                   params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
+      const int first = arguments.map_rows_q - task.q.length + task.query_begin(arguments, Shape::row_group(group) * 64);
+      if (Shape::kOutApart && first >= arguments.map_rows_q) return;  // no box may be all outside
+      for (int panel = 0; panel < Shape::kOutPanels && column + panel * 64 < params.head_dim_v; ++panel)
+        tma_store<Shape::kStreams>(&arguments.out, through + panel * Shape::kOutPanelBytes, column + panel * 64, task.head, first,
+                                   task.q.start + task.q.length, params.sequences_q.cu_seqlens != nullptr ? 0 : task.batch);
       bulk_commit();
     }
     return;

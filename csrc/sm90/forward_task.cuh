@@ -69,8 +69,10 @@ struct Piece {
 };
 
 struct ForwardArguments {
-  CUtensorMap q, k, v;  // boxes of 64 columns x one tile of rows; of q, x a part of them
-  CUtensorMap out;      // boxes of 64 columns x the rows of one warpgroup
+  CUtensorMap q, k, v;  // make_sequence_map(), of pages make_tensor_map(): boxes of 64 columns x one tile of rows; of q, x a part of them
+  CUtensorMap out;      // the same: boxes of 64 columns x the rows of one warpgroup
+  CUtensorMap zero_queries, zero_keys;  // for columns behind those of a head, at the same coordinates: zeros
+  int map_rows_q, map_rows_k;           // of a sequence, in the maps
   HfFlash2ForwardParams params;
   Divisor heads, group;    // tiles of one token over all heads; query heads that share a key head
   int tile_heads_log2;     // row r of a tile is query r >> this of head r % 2^this: those of one head (0), or of all in a group
@@ -86,8 +88,11 @@ struct ForwardArguments {
   int most_blocks;      // that may stand there
 
   // Whether the longest sequence comes first: its tiles multiply more of what they load than short ones, and zeros in gaps are written beside the
-  // first tiles. PERF: filled to 30 %, 2k, 3 to 4 %. TUNING.md, "Zeros in gaps".
-  __device__ __forceinline__ bool begins_with_longest() const { return next_tile != nullptr && may_have_gaps(params); }
+  // first tiles. PERF: filled to 30 %, 2k, 3 to 4 %; of more than a few sequences nothing, but every thread block looks for it. TUNING.md, "Zeros in
+  // gaps".
+  __device__ __forceinline__ bool begins_with_longest() const {
+    return next_tile != nullptr && may_have_gaps(params) && params.batch <= kFewSequences;
+  }
   // Query blocks of a sequence, or where heads of a group share tiles, of these.
   template <int kBlockM>
   __device__ __forceinline__ int blocks_of(int batch) const {

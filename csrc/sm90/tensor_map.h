@@ -84,6 +84,13 @@ struct SequenceRows {
   static SequenceRows of_queries(const HfFlash2ForwardParams& p) { return {Rows::of_queries(p), p.max_seqlen_q}; }
   static SequenceRows of_keys(const HfFlash2ForwardParams& p) { return {Rows::of_keys(p), p.max_seqlen_k}; }
   Rows of_longest() const { return {longest, rows.batch}; }
+  int64_t token_stride(const HfFlash2Tensor& tensor) const {
+    constexpr int kSmallest = 8;  // of one token, which need have none
+    return rows.tokens == 1 ? kSmallest : tensor.token_stride;
+  }
+  void* begin_of_map(const HfFlash2Tensor& tensor) const {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor.data) - static_cast<uintptr_t>(longest * token_stride(tensor) * 2));
+  }
 };
 
 // Tiles of `tile_rows` tokens of one head that end with their sequence: what lies behind it, another sequence or padding, arrives as zeros, as
@@ -95,17 +102,29 @@ struct SequenceRows {
 // d 64 9 3 3 %, d 128 4 1 1. TUNING.md, "Rows behind a sequence".
 inline CUtensorMap make_sequence_map(const HfFlash2Tensor& tensor, int dtype, int head_dim, SequenceRows sequences, int heads,
                                      int tile_rows) {
-  constexpr int kSmallestStride = 8;  // of one token, which need have none
-  const int64_t stride = sequences.rows.tokens == 1 ? kSmallestStride : tensor.token_stride;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.data) - static_cast<uintptr_t>(sequences.longest * stride * 2);
-  return encode_tensor_map(reinterpret_cast<void*>(begin), dtype, head_dim,
-                           {{sequences.longest, stride, tile_rows},
-                            {sequences.rows.tokens + 1, stride, 1},
+  return encode_tensor_map(sequences.begin_of_map(tensor), dtype, head_dim,
+                           {{sequences.longest, sequences.token_stride(tensor), tile_rows},
+                            {sequences.rows.tokens + 1, sequences.token_stride(tensor), 1},
                             {heads, tensor.head_stride, 1},
                             {sequences.rows.batch, tensor.batch_stride, 1}});
 }
 
-// Whether there are as many addresses before the tensor as that map begins earlier. Some allocators begin low, at 13 GB.
+// The same of tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, row, end, batch).
+inline CUtensorMap make_sequence_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, SequenceRows sequences, int heads,
+                                                 int tile_rows, int tile_heads) {
+  return encode_tensor_map(sequences.begin_of_map(tensor), dtype, head_dim,
+                           {{heads, tensor.head_stride, tile_heads},
+                            {sequences.longest, sequences.token_stride(tensor), tile_rows / tile_heads},
+                            {sequences.rows.tokens + 1, sequences.token_stride(tensor), 1},
+                            {sequences.rows.batch, tensor.batch_stride, 1}});
+}
+
+// Of one place of 8 columns, for boxes of `tile_rows` rows behind these: zeros, whatever the other coordinates are.
+inline CUtensorMap make_zero_map(const HfFlash2Tensor& tensor, int dtype, int tile_rows) {
+  return encode_tensor_map(tensor.data, dtype, 8, {{1, 0, tile_rows}, {1, 0, 1}, {1, 0, 1}, {1, 0, 1}});
+}
+
+// Whether there are as many addresses before the tensor as those maps begin earlier. Some allocators begin low, at 13 GB.
 inline bool has_room_before(const HfFlash2Tensor& tensor, int longest) {
   return reinterpret_cast<uintptr_t>(tensor.data) / 2 > static_cast<uintptr_t>(longest * tensor.token_stride);
 }
@@ -122,15 +141,6 @@ void make_backward_maps(Arguments& arguments, const HfFlash2BackwardParams& para
   arguments.zero_queries = make_tensor_map(forward.q, forward.dtype, forward.head_dim, queries.of_longest(), forward.heads_q, block_m);
   arguments.zero_keys = make_tensor_map(forward.k, forward.dtype, forward.head_dim, keys.of_longest(), forward.heads_k, block_n);
   arguments.map_rows_q = queries.longest, arguments.map_rows_k = keys.longest;
-}
-
-// Tiles of `tile_rows` rows, those of `tile_heads` heads of one token after another; coordinates (column, head, token, batch).
-inline CUtensorMap make_tensor_map_heads_first(const HfFlash2Tensor& tensor, int dtype, int head_dim, Rows rows, int heads, int tile_rows,
-                                               int tile_heads) {
-  return encode_tensor_map(tensor.data, dtype, head_dim,
-                           {{heads, tensor.head_stride, tile_heads},
-                            {rows.tokens, tensor.token_stride, tile_rows / tile_heads},
-                            {rows.batch, tensor.batch_stride, 1}});
 }
 
 }  // namespace hf_flash2::sm90
