@@ -249,7 +249,8 @@ def test_tables_of_sequences_that_end_before_they_begin(sequences, heads, small,
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "heads", "queries"), ((128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900))
+    ("head_dim", "heads", "queries"),
+    ((64, 5, 300), (128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900)),
 )
 @pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
 def test_pairs_of_tiles_that_make_no_whole_round_come_apart(device, head_dim, heads, queries, emulate):

@@ -137,12 +137,12 @@ struct ForwardPlan {
 
 // Of pairs, those that make whole rounds over the thread blocks; the tiles of the others come one by one (for_each_tile). All of them, where that
 // brings nothing: in a last round that is nearly whole, most thread blocks have two tiles anyway, and with several of them on a multiprocessor the
-// others fill what one leaves.
+// others fill what one leaves. And where heads have an odd number of tiles, so that pairs are not all of one head.
 // PERF: causal at 512 to 2k, d 128, last rounds of 100 of 132, 1 to 2 % faster; d 256, 116 of 132, -2 to 1 %; d 64, with three, level.
 template <typename Shape>
-int whole_pairs(int pairs, int resident) {
+int whole_pairs(int pairs, int query_blocks, int resident) {
   const int rest = pairs % resident;
-  return Shape::kBlocksPerSm == 1 && rest * 5 <= resident * 4 ? pairs - rest : pairs;
+  return Shape::kBlocksPerSm == 1 && query_blocks % 2 == 0 && rest * 5 <= resident * 4 ? pairs - rest : pairs;
 }
 
 namespace {  // each file has its own
@@ -207,7 +207,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   arguments.splits = Divisor::of(splits);
   arguments.results = splits > 1 ? ForwardResults::of_shares(params, splits) : ForwardResults::of(params);
   const bool pairs = splits == 1 && !plan.counts_tiles && plan.tiles() > plan.resident;
-  const TileOrder order = !is_triangular(params) ? TileOrder::kByHead : pairs ? TileOrder::kPairs : TileOrder::kLastBlockFirst;
+  const bool unequal = is_triangular(params) && plan.query_blocks > 1;
+  const TileOrder order = !unequal ? TileOrder::kByHead : pairs ? TileOrder::kPairs : TileOrder::kLastBlockFirst;
   arguments.scheduler = TileScheduler::make(order, plan.query_blocks, plan.heads, choose_heads_at_once(params, tile_heads));
   if (order == TileOrder::kLastBlockFirst && splits == 1 && !plan.counts_tiles)
     arguments.scheduler.go_back(plan.resident / Shape::kBlocksPerSm);
@@ -227,7 +228,8 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
   const int units = static_cast<int>(arguments.scheduler.units() * splits);
   const int64_t blocks = pairs || plan.shared.any() ? plan.resident : std::min(units, plan.resident);
-  arguments.whole_units = order == TileOrder::kPairs ? whole_pairs<Shape>(units, plan.resident) : units - plan.shared.tiles;
+  arguments.whole_units =
+      order == TileOrder::kPairs ? whole_pairs<Shape>(units, plan.query_blocks, plan.resident) : units - plan.shared.tiles;
   arguments.shared = plan.shared;
   arguments.shared.out = static_cast<float*>(params.workspace);
   arguments.shared.lse = arguments.shared.out + int64_t{plan.shared.slots()} * Shape::kBlockM * params.head_dim_v;

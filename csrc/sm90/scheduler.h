@@ -34,7 +34,7 @@ enum class TileOrder : int {
   kByHead,           // blocks of one head one after another: what few heads read is in L2 at any time
   kLastBlockFirst,   // by descending block inside groups of heads: under a causal mask the short blocks of queries fill the gaps at the end
   kFirstBlockFirst,  // by ascending block inside groups of heads: the same for blocks of keys
-  kPairs,            // the first and the last block left of one head: under a causal mask all pairs are equal work
+  kPairs,  // the first and the last block left of one head, or the middle ones of two: under a causal mask all pairs are equal work
 };
 
 // Division by a number known on the host: n / d = n * ceil(2^p / d) >> p with p = 31 + ceil(log2 d), exact for 0 <= n < 2^31 (Granlund and
@@ -60,7 +60,7 @@ struct TileScheduler {
   TileOrder order;
   int blocks;  // of the longest sequence
   int heads;   // heads * batch; where tiles hold all heads of a group, groups * batch
-  int group;   // heads that share the L2; 1 for kByHead and kPairs
+  int group;   // heads that share the L2; 1 for kByHead; of kPairs those whose pairs are whole, 1, or 2 of an odd number of blocks
   Divisor units_of_group;
   int last_group;      // its number
   Divisor full, last;  // heads of a group, and of the last one
@@ -69,11 +69,11 @@ struct TileScheduler {
   // The last `together` groups are one, if there are groups.
   static TileScheduler make(TileOrder order, int blocks, int heads, int group, int together = 1) {
     const bool grouped = order != TileOrder::kByHead && order != TileOrder::kPairs;
-    group = grouped ? std::max(1, std::min(group, heads)) : 1;
+    group = grouped ? std::max(1, std::min(group, heads)) : order == TileOrder::kPairs ? 1 + blocks % 2 : 1;
     const int last_group = std::max<int>(0, ceil_div(heads, group) - (grouped ? together : 1));
     const Divisor last = Divisor::of(std::max(1, heads - last_group * group));
     TileScheduler scheduler{order, blocks, heads, group, {}, last_group, Divisor::of(group), last, INT_MAX};
-    scheduler.units_of_group = Divisor::of(std::max(1, scheduler.units_of_head() * group));
+    scheduler.units_of_group = Divisor::of(std::max(1, blocks * group / scheduler.tiles_per_unit()));
     return scheduler;
   }
 
@@ -82,17 +82,21 @@ struct TileScheduler {
   void go_back(int multiprocessors) { back_from = multiprocessors; }
 
   __host__ __device__ int tiles_per_unit() const { return order == TileOrder::kPairs ? 2 : 1; }
-  __host__ __device__ int units_of_head() const { return order == TileOrder::kPairs ? (blocks + 1) / 2 : blocks; }
-  __host__ __device__ int64_t units() const { return static_cast<int64_t>(units_of_head()) * heads; }
+  __host__ __device__ int64_t units() const {
+    if (order != TileOrder::kPairs) return static_cast<int64_t>(blocks) * heads;
+    return static_cast<int64_t>(units_of_group.divisor) * (last_group + 1);
+  }
 
-  // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (the middle of an odd number of pairs).
+  // Block and (batch * heads + head) of tile `part` of a unit; false when there is none (of the second of two heads, where there is but one left).
   __device__ __forceinline__ bool tile(int unit, int part, int& block, int& batch_head) const {
     if (unit >= back_from) unit = static_cast<int>(units()) - 1 - (unit - back_from);
     const int number = min(units_of_group.quotient(unit), last_group), rest = unit - number * static_cast<int>(units_of_group.divisor);
-    if (order == TileOrder::kPairs) {
-      batch_head = number;
-      block = part == 0 ? blocks - 1 - rest : rest;
-      return part == 0 || block != blocks - 1 - rest;
+    if (order == TileOrder::kPairs) {  // of the one head, of the other, and the middle ones
+      const int pairs = blocks / 2, of_head = rest < pairs ? rest : rest - pairs;
+      const bool is_middle = rest == 2 * pairs;
+      batch_head = number * group + (is_middle ? part : rest >= pairs);
+      block = is_middle ? pairs : part == 0 ? blocks - 1 - of_head : of_head;
+      return batch_head < heads;
     }
     const Divisor& heads_here = number < last_group ? full : last;
     block = heads_here.quotient(rest);
@@ -101,10 +105,10 @@ struct TileScheduler {
     return true;
   }
 
-  // Of kPairs: the tiles of the units from `first` on, by descending work; `number` counts from 0 to twice these units.
+  // Of kPairs, of an even number of blocks: the tiles of the units from `first` on, by descending work; `number` counts from 0 to twice these units.
   __device__ __forceinline__ bool tile_of_rest(int first, int number, int& block, int& batch_head) const {
     // Units of a head are numbered by descending work of their longer tile. Of the first head here, those before `skipped` are not among these.
-    const int of_head = units_of_head(), rest = static_cast<int>(units()) - first, place = number < rest ? number : 2 * rest - 1 - number;
+    const int of_head = blocks / 2, rest = static_cast<int>(units()) - first, place = number < rest ? number : 2 * rest - 1 - number;
     const int first_head = first / of_head, skipped = first - first_head * of_head;
     const int whole_heads = heads - first_head - (skipped > 0), before = skipped * whole_heads;
     const int heads_here = place < before ? whole_heads : heads - first_head;
