@@ -912,10 +912,10 @@ TOGETHER = [  # a case, and how many tiles a group has: with each head on its ow
     (Case("together", head_dim=128, heads=(8, 1), lengths_q=(70,), lengths_k=(120,), causal=True), (8, 5)),
     (Case("together", head_dim=128, heads=(16, 1), lengths_q=(66,), lengths_k=(300,)), (16, 9)),
     (Case("together", head_dim=192, heads=(8, 1), lengths_q=(17,), lengths_k=(222,), causal=True), (8, 2)),
-    (Case("together", heads=(8, 2), lengths_q=(80,), lengths_k=(128,), window=(80, 5)), (4, 2)),
+    (Case("together", heads=(8, 2), lengths_q=(80,), lengths_k=(128,), window=(80, 5)), (8, 5)),  # tiles of 64 rows
     (Case("together", heads=(8, 1), lengths_q=(3, 0, 1), lengths_k=(30, 70, 100), form="packed", causal=True), (8, 1)),
-    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(3, 50), lengths_k=(30, 60), form="ranges", padding="left"), (16, 5)),
-    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(50,), lengths_k=(120,), form="ranges", padding="holes"), (8, 4)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(3, 50), lengths_k=(290, 300), form="ranges", padding="left"), (16, 5)),
+    (Case("together", head_dim=128, heads=(8, 1), lengths_q=(50,), lengths_k=(300,), form="ranges", padding="holes"), (8, 4)),
     (Case("together", head_dim=128, heads=(3, 1), lengths_q=(1,), lengths_k=(300,)), (1, 1)),  # no power of two
     (Case("together", head_dim=128, heads=(2, 1), lengths_q=(128,), lengths_k=(130,)), (2, 2)),  # whole tiles as they are
     (Case("together", head_dim=128, heads=(2, 1), lengths_q=(1984,), lengths_k=(3,)), (32, 32)),  # 31 of 32: not worth it
@@ -941,6 +941,46 @@ def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeyp
     together, bytes_together = run(k, v)
     assert all(map(torch.equal, together, apart))
     assert bytes_together * tiles[0] == bytes_apart * tiles[1] > 0
+
+
+TILES = [  # a case of one head, and the rows and keys of its tiles
+    (Case("tiles", heads=(1, 1), lengths_q=(320,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(321,) * 3), (192, 128)),
+    (Case("tiles", heads=(1, 1), lengths_q=(700, 2), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1025, 2), form="packed"), (192, 128)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(20, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(1000, 40)), (192, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(256,) * 3), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(448,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(300,) * 3, causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3, causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 200), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed", causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 600), form="packed", causal=True), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(200, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(300, 40)), (128, 128)),
+]
+
+
+@pytest.mark.parametrize(("case", "size"), [pytest.param(*problem, id=problem[0].id) for problem in TILES])
+def test_sizes_of_tiles(case, size, library, monkeypatch):
+    """By what rows fill: seen by what their copies bring, Q once and each block of K and V that a tile sees."""
+    rows, keys = size
+    sample = Sample(case, torch.bfloat16, CPU)
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+    before = library.emulator_tensor_bytes()
+    with torch.no_grad(), emulated.running(monkeypatch, library):
+        sample.call(*sample.inputs()[:3])
+    left, right = case.window if not case.causal else (-1, 0)
+    loaded = 0
+    for length in case.lengths_q:
+        for begin in range(0, length, rows):
+            first = 0 if left < 0 else max(0, begin - left) // keys
+            last = length if right < 0 else min(length, begin + rows + right)
+            loaded += rows + 2 * keys * (-(-last // keys) - first)
+    assert library.emulator_tensor_bytes() - before == loaded * case.head_dim * 2
 
 
 @pytest.fixture
