@@ -128,6 +128,11 @@ Copy tensor_copy(Copy::Kind kind, uint32_t shared, const void* pointer, uint32_t
   const TensorMap& map = map_of(pointer, rank);
   Copy copy{kind, shared, pointer, map.box_bytes(), 0, mbarrier, {}, {}};
   for (int i = 0; i < rank; ++i) copy.coordinates[i] = coordinates[i];
+  if (begins_before_its_data(map)) {
+    bool is_inside = false;
+    for_box(map, copy, [&](uint32_t, const void* element) { is_inside = is_inside || element != nullptr; });
+    if (!is_inside) fail("a tensor copy of a box all outside a tensor that begins before its data");
+  }
   return copy;
 }
 
@@ -301,11 +306,6 @@ void cp_async_wait(int pending) { finish_groups(*self().block, self().copy_group
 void tensor_load(uint32_t destination, const void* map, uint32_t mbarrier, const int* coordinates, int rank) {
   Block& block = *self().block;
   Copy copy = tensor_copy(Copy::kTensorLoad, destination, map, mbarrier, coordinates, rank);
-  if (const TensorMap& tensor = map_of(map, rank); begins_before_its_data(tensor)) {
-    bool is_inside = false;
-    for_box(tensor, copy, [&](uint32_t, const void* element) { is_inside = is_inside || element != nullptr; });
-    if (!is_inside) fail("a tensor copy of a box all outside a tensor that begins before its data");
-  }
   start_filling(block, destination, copy.bytes, 128);
   copy.moment = now();
   tensor_bytes += copy.bytes;
