@@ -18,6 +18,9 @@ inline int choose_tile_heads(const HfFlash2ForwardParams& params, int block_rows
   return together * 10 <= ceil_div(params.max_seqlen_q, block_rows) * group * 9 ? group : 1;
 }
 
+// Whether only the device knows how many queries, or keys, a sequence has.
+inline bool is_ragged(const HfFlash2ForwardParams& params) { return have_lengths(params.sequences_q) || have_lengths(params.sequences_k); }
+
 // What times are made of in choose_splits and choose_run.
 constexpr double kTileTime = 1, kCombineTime = 1.1, kScratchBytes = 3e6;
 
@@ -58,10 +61,8 @@ inline int choose_splits(int query_blocks, int64_t heads, int key_blocks, double
 // PERF: full at 4k to 16k 1 to 3 %.
 template <typename Shape>
 int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_blocks, double block_time, int multiprocessors) {
-  const bool ragged =
-      params.sequences_q.cu_seqlens != nullptr || params.sequences_q.ranges != nullptr || params.sequences_k.ranges != nullptr;
   const int rest = static_cast<int>(tiles % multiprocessors);
-  if (!Shape::kSharesTiles || ragged || params.window_left >= 0 || params.window_right >= 0 || rest == 0) return 0;
+  if (!Shape::kSharesTiles || is_ragged(params) || params.window_left >= 0 || params.window_right >= 0 || rest == 0) return 0;
   const int run = static_cast<int>(ceil_div(int64_t{rest} * key_blocks, multiprocessors));
   const double whole = key_blocks * block_time + kTileTime;
   const double scratch_bytes = double(multiprocessors + rest) * Shape::kBlockM * (params.head_dim_v + 1) * 4;
@@ -76,7 +77,7 @@ int choose_run(const HfFlash2ForwardParams& params, int64_t tiles, int key_block
 // Below, d 128 loses 3 % at 1k.
 inline bool wants_counter(const HfFlash2ForwardParams& params, int query_blocks) {
   constexpr int kMany = 16;
-  return have_lengths(params.sequences_q) || have_lengths(params.sequences_k) || (is_triangular(params) && query_blocks > kMany);
+  return is_ragged(params) || (is_triangular(params) && query_blocks > kMany);
 }
 
 // Heads whose tiles take turns, in tiles' heads: their K and V stay in L2. PERF: 4 in place of 16 at d 128 causal, 16k, 4 %.
@@ -269,7 +270,7 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   if (params.block_table != nullptr) return TileSize::kSmall;
   if (params.dropout_p > 0.f && kHeadDim == 128) return TileSize::kLarge;
   const bool triangle = is_triangular(params), windowed = params.window_left >= 0 && params.window_right >= 0;
-  const bool ragged_queries = have_lengths(params.sequences_q), ragged = ragged_queries || have_lengths(params.sequences_k);
+  const bool ragged = is_ragged(params), ragged_queries = have_lengths(params.sequences_q);
   const int longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
   const int64_t seen = most_blocks_seen(params, params.max_seqlen_k, 1, 1);  // keys of a query, at most
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
