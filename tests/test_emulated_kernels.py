@@ -167,7 +167,7 @@ def test_half_precision_and_gradient_of_lse(family, form, head_dim, dropout_p, e
 
 @pytest.mark.parametrize("form", ("dense", "packed", "ranges"))
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize(("head_dim", "longest"), ((64, 420), (128, 420), (128, 530), (192, 420)))
+@pytest.mark.parametrize(("head_dim", "longest"), ((64, 420), (96, 420), (96, 530), (128, 420), (128, 530), (192, 420)))
 def test_thread_blocks_that_walk_over_tiles(head_dim, longest, causal, form, emulate):
     """The Hopper forward and backward have one thread block a multiprocessor: here 3 for up to 32 query and 32 key blocks. Some tiles end
     behind their sequence, one sequence is empty."""
@@ -209,6 +209,7 @@ SHORT_SEQUENCES = {
         ("100", 128, (2, 1), "packed", True, True, False),
         ("100", 128, (1, 1), "packed", False, True, True),
         ("101", 64, (1, 1), "packed", False, False, True),
+        ("101", 96, (1, 1), "packed", False, False, True),
         ("101", 128, (1, 1), "ranges", True, False, False),
         ("1100", 64, (1, 1), "packed", True, False, True),
         ("1100", 64, (1, 1), "ranges", True, True, True),
@@ -250,7 +251,7 @@ def test_tables_of_sequences_that_end_before_they_begin(sequences, heads, small,
 
 @pytest.mark.parametrize(
     ("head_dim", "heads", "queries"),
-    ((64, 5, 300), (128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900)),
+    ((64, 5, 300), (96, 5, 300), (96, 3, 900), (128, 2, 300), (128, 2, 900), (128, 4, 384), (128, 5, 900), (128, 7, 640), (512, 5, 900)),
 )
 @pytest.mark.parametrize("device", (emulated.HOPPER, emulated.WIDE_HOPPER), ids=("3", "16"))
 def test_pairs_of_tiles_that_make_no_whole_round_come_apart(device, head_dim, heads, queries, emulate):
@@ -955,12 +956,28 @@ TILES = [  # a case of one head, and the rows and keys of its tiles
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(300,) * 3, causal=True), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3, causal=True), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 200), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(40, 50, 200), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(50, 50, 200), form="packed"), (128, 64)),  # half of the longest on average
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(110, 120, 128), form="packed"), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed"), (128, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed", causal=True), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 600), form="packed", causal=True), (128, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(200, 40)), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(300, 40)), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(60,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(448,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(384,) * 3), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(192,) * 3, causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(256,) * 2, causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128, 128)), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128, 128), causal=True), (64, 64)),  # few tiles
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 500), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 600), form="packed"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 200), form="packed"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 200), form="packed", causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(170, 120, 200), form="packed", causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(200, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(300, 40)), (128, 128)),
 ]
 
 
@@ -980,7 +997,8 @@ def test_sizes_of_tiles(case, size, library, monkeypatch):
             first = 0 if left < 0 else max(0, begin - left) // keys
             last = length if right < 0 else min(length, begin + rows + right)
             loaded += rows + 2 * keys * (-(-last // keys) - first)
-    assert library.emulator_tensor_bytes() - before == loaded * case.head_dim * 2
+    columns = -(-case.head_dim // 64) * 64  # whole panels
+    assert library.emulator_tensor_bytes() - before == loaded * columns * 2
 
 
 @pytest.fixture

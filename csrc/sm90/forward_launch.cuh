@@ -262,39 +262,51 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
 }
 
+// At d 96 and 128: whether large tiles of 128 rows would be so empty that small ones are faster. Packed sequences of which half, or under a causal
+// mask three quarters, of the longest is the average fill them nearly as a dense batch does.
+template <int kHeadDim>
+bool fills_few_rows(const HfFlash2ForwardParams& params) {
+  if (choose_tile_heads(params, 128) > 1) return false;  // rows of a group together fill them
+  const bool triangle = is_triangular(params), ragged_queries = have_lengths(params.sequences_q);
+  const int longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
+  const int64_t quarters = int64_t{params.batch} * params.max_seqlen_q * (triangle ? 3 : 2);
+  const bool alike = params.sequences_q.cu_seqlens != nullptr && int64_t{params.total_q} * 4 >= quarters;
+  if (!is_ragged(params) || (kHeadDim == 96 && alike)) {
+    const auto covered = [&](int block) { return ceil_div(params.max_seqlen_q, block) * block; };
+    const bool fewer_rows = covered(64) * 8 <= covered(128) * 7;
+    return longest <= 448 && (kHeadDim == 128 && triangle ? longest > 192 : fewer_rows);
+  }
+  if (kHeadDim == 96) return longest <= (ragged_queries ? 512 : 256);
+  return longest <= (triangle ? 512 : !ragged_queries ? 0 : alike ? 128 : 256);
+}
+
 // Of head dims that have small tiles: see tiles.h. What counts are the tiles that rows fill: of few keys, of sequences shorter than the longest, or of
 // rows that make no whole tiles of 128, small ones have less to compute, and more of them wait at a time for what they load.
 // PERF: ragged batches 1.1 to 2.3 times as fast to 512, windows of 128 keys 1.1 to 1.4 times. TUNING.md, "Forward tiles".
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
-  if (params.block_table != nullptr) return TileSize::kSmall;
-  if (params.dropout_p > 0.f && kHeadDim == 128) return TileSize::kLarge;
+  if (params.block_table != nullptr) return kPagedTiles<kHeadDim>;
+  if (params.dropout_p > 0.f && (kHeadDim == 96 || kHeadDim == 128)) return TileSize::kLarge;
   const bool triangle = is_triangular(params), windowed = params.window_left >= 0 && params.window_right >= 0;
-  const bool ragged = is_ragged(params), ragged_queries = have_lengths(params.sequences_q);
-  const int longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
+  const bool ragged = is_ragged(params);
   const int64_t seen = most_blocks_seen(params, params.max_seqlen_k, 1, 1);  // keys of a query, at most
   const bool few_queries = int64_t{params.max_seqlen_q} * (params.heads_q / params.heads_k) <= 64;
-  const int64_t tiles = ceil_div(params.max_seqlen_q, 64) * params.heads_q * params.batch;
-  const bool few_tiles = tiles <= multiprocessors(params.device);
-  const auto covered = [](int length, int block) { return ceil_div(length, block) * block; };
+  const int64_t tiles = (few_queries ? params.heads_k : ceil_div(params.max_seqlen_q, 64) * params.heads_q) * int64_t{params.batch};
+  const int at_once = multiprocessors(params.device);
   constexpr int kShort = 2048;
   if (kHeadDim == 64) {
     const bool small = (triangle && params.max_seqlen_q <= kShort) || few_queries || seen <= (ragged || windowed ? 1024 : 320);
     return small ? TileSize::kSmall : TileSize::kLarge;
   }
-  if (kHeadDim == 128) {
-    if (few_tiles || few_queries || (windowed && seen <= 256)) return TileSize::kSmall;
-    if (choose_tile_heads(params, 128) == 1) {  // rows of a group together fill tiles of 128
-      const bool ragged_small = longest <= (triangle ? 512 : ragged_queries ? 256 : 0);
-      const bool fewer_rows = covered(params.max_seqlen_q, 64) * 8 <= covered(params.max_seqlen_q, 128) * 7;
-      const bool dense_small = longest <= 448 && (triangle ? longest > 192 : fewer_rows);
-      if (ragged ? ragged_small : dense_small) return TileSize::kSmall;
-    }
-    return longest <= (ragged ? 1024 : 256) ? TileSize::kMedium : TileSize::kLarge;
+  if (kHeadDim == 96 || kHeadDim == 128) {
+    const bool few = kHeadDim == 96 ? tiles <= (triangle && !few_queries ? 2 : 1) * at_once : few_queries || tiles <= at_once;
+    if (few || (windowed && seen <= 256) || fills_few_rows<kHeadDim>(params)) return TileSize::kSmall;
+    const bool medium = kHeadDim == 128 && std::max(params.max_seqlen_q, params.max_seqlen_k) <= (ragged ? 1024 : 256);
+    return medium ? TileSize::kMedium : TileSize::kLarge;
   }
-  if (kHeadDim == 512) return tiles * 5 <= multiprocessors(params.device) * 2 || few_queries ? TileSize::kSmall : TileSize::kLarge;
-  const bool closer = covered(params.max_seqlen_k, ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <=
-                      covered(params.max_seqlen_k, ForwardTile<256>::kBlockN) * 20;
+  if (kHeadDim == 512) return tiles * 5 <= at_once * 2 || few_queries ? TileSize::kSmall : TileSize::kLarge;
+  const auto covered = [&](int block) { return ceil_div(params.max_seqlen_k, block) * block; };
+  const bool closer = covered(ForwardTile<256, TileSize::kSmall>::kBlockN) * 21 <= covered(ForwardTile<256>::kBlockN) * 20;
   const bool small = (triangle && params.max_seqlen_q <= kShort) || closer || params.softcap > 0.f || params.dropout_p > 0.f;
   return small ? TileSize::kSmall : TileSize::kLarge;
 }

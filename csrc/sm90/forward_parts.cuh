@@ -58,8 +58,8 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: before, d 128 8 to 9 % faster, d
   // 192 7 to 11, d 96 -2 to 8, but d 64 and 256 1 to 3 % slower. TUNING.md, "Dropout".
   static constexpr bool kDrawsEarly = kHeadDim > 64 && kHeadDim < 256;
-  // Of a paged cache, whose pages are whole blocks of keys: for few queries, so with small tiles where there are any.
-  static constexpr bool kHasPaged = (kForwardHasSmall<kHeadDimension> ? kSize == TileSize::kSmall : kPageMultiple % Tile::kBlockN == 0);
+  // Of a paged cache, whose pages are whole blocks of keys.
+  static constexpr bool kHasPaged = kSize == kPagedTiles<kHeadDimension> && kPageMultiple % Tile::kBlockN == 0;
   static constexpr bool kAhead = kHeadDim < 256 || kColumnParts > 1;  // softmax runs ahead of the maximum: forward.cuh
   // Q, which is read once, and O, which is not read again here, are the first that L2 lets go: it holds more of K and V. Where rows are whole
   // lines of what was brought to L2 then, 256 bytes: else that is part of another head's row, too. PERF: 0 to 2 % at d 256, else level or slower.
