@@ -32,7 +32,7 @@ CHUNK_BYTES = 512 * 2**20
 # of traffic a weight and chunk more, and 4 of memory.
 FEW_CHUNKS = 8
 TILE_ROWS = 128  # of a matrix product, for which a tile with fewer rows is as much work
-_ADAPTERS = ("_active_adapter", "_disable_adapters")  # attributes of PEFT's layers
+_ATTRIBUTES = ("training", "_active_adapter", "_disable_adapters")  # of a head: the last two are PEFT's
 
 
 def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
@@ -131,7 +131,7 @@ def chunked_cross_entropy(
     else:
         # Of a head in which something gathers its part, all at once: processes have to call it as often as each other.
         chunk_rows = max(1, labels.shape[0]) if any(map(_is_sharded, head.modules())) else _chunk_rows(vocabulary * 4)
-        total = _sum_of_chunks(hidden_states, labels, _with_its_adapters(head), chunk_rows)
+        total = _sum_of_chunks(hidden_states, labels, _as_it_is_now(head), chunk_rows)
     if num_items_in_batch is None:
         num_items_in_batch = labels.shape[0]
     elif isinstance(num_items_in_batch, torch.Tensor):
@@ -150,30 +150,39 @@ def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Call
     return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
 
 
-def _with_its_adapters(head: nn.Module) -> Callable:
-    """The head with the adapters of PEFT that it has now: it runs once more in the backward, when others may be active, or off."""
-    then = _adapters(head)
+def _as_it_is_now(head: nn.Module) -> Callable:
+    """The head with the adapters of PEFT, the mode and the tensors that it has now: it runs once more in the backward, when others may be
+    active, or off, and when torch.func.functional_call has given the module its own parameters back."""
+    then = _state(head)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        now = _adapters(head)
-        _set_adapters(*then)
+        now = _state(head)
+        trained = [(parameter, parameter.requires_grad) for parameter, _ in then[-1]]  # which need not be those that it has now
+        _set_state(*then)
         try:
             return head(x)
         finally:
-            _set_adapters(*now)
+            _set_state(*now[:-1], trained)
 
     return forward
 
 
-def _adapters(head: nn.Module) -> tuple[list[tuple[nn.Module, dict]], list[tuple[nn.Parameter, bool]]]:
-    """Which adapters are active, as the layers of PEFT keep it, and which parameters are trained: whoever activates one changes both."""
-    active = [(module, {name: vars(module)[name] for name in _ADAPTERS if name in vars(module)}) for module in head.modules()]
-    return active, [(parameter, parameter.requires_grad) for parameter in head.parameters()]
+def _state(head: nn.Module) -> tuple[list[tuple[dict, dict]], list[tuple[dict, dict]], list[tuple[nn.Parameter, bool]]]:
+    """What may be another later: attributes of the modules, their parameters and buffers, except where something that gathers parameters
+    puts others in their place by itself, and which parameters are trained, as whoever activates an adapter changes that, too."""
+    modules = list(head.modules())
+    attributes = [(vars(module), {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}) for module in modules]
+    own = () if any(map(_is_sharded, modules)) else (tensors for module in modules for tensors in (module._parameters, module._buffers))
+    trained = [(parameter, parameter.requires_grad) for parameter in head.parameters()]
+    return attributes, [(tensors, dict(tensors)) for tensors in own], trained
 
 
-def _set_adapters(active: list[tuple[nn.Module, dict]], trained: list[tuple[nn.Parameter, bool]]) -> None:
-    for module, attributes in active:
-        vars(module).update(attributes)
+def _set_state(attributes: list[tuple[dict, dict]], tensors: list[tuple[dict, dict]], trained: list[tuple[nn.Parameter, bool]]) -> None:
+    for of_module, values in attributes:
+        of_module.update(values)
+    for of_module, values in tensors:
+        of_module.clear()
+        of_module.update(values)
     for parameter, is_trained in trained:
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)

@@ -307,6 +307,37 @@ def test_the_head_runs_on_labelled_rows_only_a_chunk_at_a_time(padding, monkeypa
     assert_close(ours, loss_and_gradients(eager, **inputs, labels=labels))
 
 
+def test_a_head_runs_again_with_the_parameters_it_was_called_with():
+    """In the backward, when torch.func.functional_call has given the module its own back."""
+    results = []
+    for model in twins("llama")[:2]:
+        torch.manual_seed(3)
+        model.lm_head = torch.nn.Linear(model.lm_head.in_features, VOCABULARY)
+        parameters = {name: (1.25 * x.detach()).requires_grad_() for name, x in model.named_parameters()}
+        inputs = small_models.batch("left")
+        loss = torch.func.functional_call(model, parameters, kwargs=inputs | {"labels": small_models.labels(inputs)}).loss
+        own = dict(model.named_parameters())
+        loss.backward()
+        assert all(x is own[name] and x.grad is None for name, x in model.named_parameters())
+        results.append({"loss": loss.detach()} | {name: x.grad for name, x in parameters.items()})
+    assert_close(results[1], results[0])
+
+
+def test_a_head_runs_again_in_the_mode_it_had():
+    _, model, _ = twins("llama")
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(model.lm_head.in_features, VOCABULARY))
+    inputs = small_models.batch("left")
+    results = []
+    for training in (True, False):
+        torch.manual_seed(3)
+        loss = model.train()(**inputs, labels=small_models.labels(inputs)).loss
+        model.train(training).zero_grad()
+        loss.backward()
+        assert model.lm_head[0].training is training
+        results.append({"loss": loss.detach()} | small_models.gradients(model))
+    assert_close(*results)
+
+
 def chunked_loss_and_gradients(head, hidden_states, rows, labels, factor=1.0, plain=True, **options):
     """Of factor * loss, twice over one graph, in one process with either way to run the head."""
     hidden_states = hidden_states.detach().requires_grad_()
