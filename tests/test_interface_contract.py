@@ -318,6 +318,10 @@ def test_harmless_arguments_are_ignored(device):
         "offset_mapping": torch.zeros(BATCH, SEQLEN, 2),  # this and the next two: what tokenizers return beside the tokens
         "overflow_to_sample_mapping": torch.arange(BATCH),
         "special_tokens_mask": torch.zeros(BATCH, SEQLEN),
+        "token_embeddings": torch.zeros(BATCH, SEQLEN, 8),  # this and the next three: of one model of Sentence Transformers, to the next
+        "sentence_embedding": torch.zeros(BATCH, 8),
+        "token_weights_sum": torch.zeros(BATCH),
+        "all_layer_embeddings": (torch.zeros(BATCH, SEQLEN, 8),),
         "return_shared_kv_states": True,  # Gemma 4, for its assistant
         "vision_feature_layer": [-2],  # Molmo 2
     }
