@@ -95,8 +95,9 @@ class PackingCollator:
     The same examples always give the same batch. NOTE: eager attention and SDPA tell documents apart by position_ids, which Transformers
     looks at only without a cache (with one, their documents see each other): call them with use_cache=False (Trainer does).
     hf_flash2 needs no such care. torch.nn.DataParallel cannot divide these batches: start a process for each GPU. Nor can accelerate, which
-    divides what one process reads of an iterable dataset: Trainer needs accelerator_config={"dispatch_batches": False} for that. Adapters
-    that put tokens of their own before the others (PEFT's prompt, prefix and p-tuning) need padded batches.
+    divides what one process reads of an iterable dataset, even for that process alone: Trainer needs
+    accelerator_config={"dispatch_batches": False} for that, and hf_flash2 refuses what was cut. Adapters that put tokens of their own
+    before the others (PEFT's prompt, prefix and p-tuning) need padded batches.
 
     Raises:
         ValueError: no tokens, no input_ids, lengths that differ, or an example that is too long, with its place in the batch.

@@ -389,6 +389,9 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
                     f"{first} to {end}; start a process for each GPU (torchrun, accelerate launch), or show this one a single GPU "
                     "(CUDA_VISIBLE_DEVICES)"
                 )
+    if not tracing.is_compiling():  # lengths may be known to the graph alone
+        _check_not_cut(module, "cu_seq_lens_q", cu_seqlens_q, q.shape[:2])
+        _check_not_cut(module, "cu_seq_lens_k", cu_seqlens_k, k.shape[:2])
     if cu_seqlens_q is cu_seqlens_k and q.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k are one tensor, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
@@ -407,6 +410,17 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
         q.shape[0] * q.shape[1] if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] * k.shape[1] if max_seqlen_k is None else max_seqlen_k,
     )
+
+
+def _check_not_cut(module: torch.nn.Module, name: str, cu_seqlens: torch.Tensor, shape: torch.Size) -> None:
+    """Refuse bounds of documents that were cut to as many as there are rows. Waits for the GPU only where there are as many: one more is
+    the least where each row is a document or more."""
+    if cu_seqlens.numel() == shape[0] and (shape[0] == 1 or cu_seqlens[[0, -1]].tolist() != [0, shape.numel()]):
+        raise ValueError(
+            f"{type(module).__name__} was given a batch of packed documents that has been cut: {name} has {shape[0]} bounds, as many as "
+            "there are rows, which are not those of all tokens. accelerate cuts the batches of an iterable dataset so, unless Trainer is "
+            'given accelerator_config={"dispatch_batches": False}, or Accelerator DataLoaderConfiguration(dispatch_batches=False)'
+        )
 
 
 def _within_documents(mask: torch.Tensor, documents: Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:

@@ -1318,6 +1318,23 @@ def test_documents_are_not_divided_by_data_parallel(device):
     assert_close(attention(replica, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds), expected(q, k, v, causal_band(device=device)))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_documents_that_were_cut_like_rows_are_refused(rows, device):
+    """As accelerate cuts every tensor of a batch from an iterable dataset: to as many as there are rows, from the first or a later on."""
+    bounds = torch.tensor([0, 5, 6, SEQLEN, SEQLEN + 4, 2 * SEQLEN, 3 * SEQLEN], dtype=torch.int32, device=device)[: 4 + rows]
+    q, k, v = qkv(device, batch=rows)
+    for first in range(len(bounds) - rows + 1):
+        cut = bounds[first : first + rows]
+        with pytest.raises(ValueError, match=f"cut: cu_seq_lens_q has {rows} bounds, as many as .*dispatch_batches"):
+            attention(Layer(), q, k, v, cu_seq_lens_q=cut, cu_seq_lens_k=cut)
+    whole = torch.tensor([0, rows * SEQLEN], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="cut: cu_seq_lens_k has"):
+        attention(Layer(), q, k, v, cu_seq_lens_q=whole, cu_seq_lens_k=cut)
+    found = attention(Layer(), q, k, v, cu_seq_lens_q=whole, cu_seq_lens_k=whole)  # few bounds, too: one document over all rows
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for x in (q, k, v))
+    assert_close(found.flatten(0, 1), attention(Layer(), q, k, v).flatten(0, 1))
+
+
 def test_documents_beside_a_mask_while_compiling(device, monkeypatch):
     """Nobody can say then whether the mask has padding."""
     q, k, v = qkv(device, batch=1)
