@@ -200,11 +200,12 @@ const char* reason_not_sm90(const HfFlash2ForwardParams& p) {
   if (const char* reason = reason_not_sm90(p.device)) return reason;
   if (p.dropout_p > sm90::kMostDropout) return "it has no dropout above 0.9";
   if (p.dropout_p > 0.f && p.softcap > 0.f) return "it has no dropout of capped scores";
-  if (std::max(p.head_dim, p.head_dim_v) > 256 && (p.dropout_p > 0.f || p.softcap > 0.f))
-    return "it has neither dropout nor capped scores above head dim 256";
+  // Of the kernels that run it: a build may lack those of its own head dim, and take larger ones.
+  const int head_dim = dispatch_head_dim<int>(p, [](auto built) { return decltype(built)::value; });
+  if (head_dim > 256 && (p.dropout_p > 0.f || p.softcap > 0.f)) return "it has neither dropout nor capped scores above head dim 256";
   if (p.max_seqlen_q == 0 || p.max_seqlen_k == 0) return "there are no queries, or no keys";
   const bool paged = p.block_table != nullptr;
-  if (paged && p.head_dim_v > 128 && std::max(p.head_dim, p.head_dim_v) <= 192) return "its blocks of 112 keys at head dim 192 cross pages";
+  if (paged && p.head_dim_v > 128 && head_dim == 192) return "its blocks of 112 keys at head dim 192 cross pages";
   const sm90::Rows rows_k = sm90::Rows::of_keys(p);
   if (!sm90::tma_can_read(p.q, sm90::Rows::of_queries(p), p.heads_q) || !sm90::tma_can_read(p.k, rows_k, p.heads_k) ||
       !sm90::tma_can_read(p.v, rows_k, p.heads_k))

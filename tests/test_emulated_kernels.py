@@ -1205,6 +1205,18 @@ def test_swizzles_are_free_of_bank_conflicts(head_dim, device, library, emulate)
     assert library.emulator_bank_conflicts() == before
 
 
+@pytest.mark.parametrize("options", ({"softcap": 2.0, "magnitude": 2.0}, {"dropout_p": 0.5}), ids=("softcap", "dropout"))
+def test_a_build_of_one_head_dim_takes_smaller_heads(options, backward_families, monkeypatch):
+    """With all that they may ask for: the Hopper kernels of head dim 512 have neither caps nor dropout."""
+    library = emulated.load(build.build(("*_hdim512_bf16",)))
+    sample = Sample(Case("built", 64, (2, 1), (70,), **options), torch.bfloat16, CPU)
+    keep = kept_by_next_call(sample)
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+    with emulated.running(monkeypatch, library):
+        check(sample.actual(), sample, keep)
+    assert last_backend() == "cuda-sm80" and backward_families == ["sm80"]
+
+
 DISPATCHED = [
     Case("dispatched", heads=(8, 2), lengths_q=(70, 70), causal=True),
     Case("dispatched", lengths_q=(1, 70), lengths_k=(90, 33), form="packed"),
