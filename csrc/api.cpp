@@ -287,6 +287,14 @@ void normalise(HfFlash2ForwardParams& p) {
   if (p.window_right > 0 && p.window_right >= p.max_seqlen_q - 1) p.window_right = -1;
 }
 
+// What Mask can count: it takes as many tokens to either side of a query for all there are.
+void check_lengths(const HfFlash2ForwardParams& p) {
+  constexpr int kMost = 1 << 29;
+  const int longest = std::max(p.max_seqlen_q, p.max_seqlen_k);
+  if (longest > kMost)
+    reject("max_seqlen_q and max_seqlen_k", "at most 2^29, or closer to the longest sequence if packed", std::to_string(longest));
+}
+
 HfFlash2ForwardParams complete(const HfFlash2ForwardParams& layout, const HfFlash2ForwardAddresses& addresses) {
   check_size(layout);
   HfFlash2ForwardParams params = layout;
@@ -305,6 +313,7 @@ HfFlash2ForwardParams complete(const HfFlash2ForwardParams& layout, const HfFlas
   params.block_table = addresses.block_table;
   check_forward(params);
   normalise(params);
+  check_lengths(params);
   return params;
 }
 

@@ -1197,6 +1197,23 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
             layout._pack_backward(library, (q, q, q, q), (0, 0, *[2**40] * 5, *sequences, *[2**40] * 4, 0, 0), False)
 
 
+@pytest.mark.parametrize("side", (0, 1))
+def test_a_sequence_longer_than_masks_can_count(side, library, monkeypatch):
+    """Its first keys would be hidden from its last queries, though nothing limits what these see."""
+    lengths = [1, 1]
+    for lengths[side], refused in ((2**29, False), (2**29 + 1, True)):
+        q, k = (torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16).expand(1, length, 1, 8) for length in lengths)
+        with emulated.running(monkeypatch, library):
+            layout = kernels.Layout(q[:, :1], k, k, None, None, None, *lengths, 1.0, -1, -1, 0.0, 0.0)
+        needed = library.hf_flash2_forward_workspace_bytes(
+            layout._forward[0], kernels._FORWARD_ADDRESSES.pack(*[2**40] * 7, *kernels._NO_SEQUENCES)
+        )
+        assert (needed < 0) == refused
+    assert f"max_seqlen_q and max_seqlen_k must be at most 2^29, or closer to the longest sequence if packed, got {2**29 + 1}" in (
+        native.last_error(library)
+    )
+
+
 @pytest.mark.parametrize("device", (emulated.A100, emulated.SMALL), ids=("a100", "99kb"))
 @pytest.mark.parametrize("head_dim", (*USUAL_HEAD_DIMS, 512))
 def test_swizzles_are_free_of_bank_conflicts(head_dim, device, library, emulate):
