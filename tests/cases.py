@@ -312,6 +312,11 @@ def _table() -> list[Case]:
             Case("window", lengths_q=EMPTY_Q, lengths_k=EMPTY_K, form="packed", window=window),
             Case("window", heads=(8, 1), lengths_q=(40,), lengths_k=(300,), window=window),
         ]
+    cases += [  # ragged, and long enough for the largest tiles
+        Case("tiles", 64, (12, 6), lengths_q=(1100, 129), form="packed", dropout_p=0.17),
+        Case("tiles", 64, (12, 6), lengths_q=(1100, 129), form="ranges", padding="holes"),
+        Case("tiles", 128, (12, 6), lengths_q=(1100, 129), form="ranges", padding="holes"),
+    ]
     cases += [Case("wide", 512, (2, 1), (130,), (150,), window=window) for window in ((0, 0), (31, 1), (64, 17), (-1, 5))]
     cases += [Case("window", lengths_q=(300,) * 2, causal=True, window=(left, 33)) for left in (0, 31, 64, 200)]  # causal beats right
     for window in ((1200, 0), (900, 500), (-1, 700), (700, -1)):

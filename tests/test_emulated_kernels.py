@@ -190,6 +190,15 @@ def test_the_longest_sequence_of_a_padded_batch_comes_first(lengths, padding, he
     assert forward_workspaces == [4]
 
 
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_a_table_begins_with_the_first_of_the_longest(head_dim, emulate, forward_workspaces):
+    """Of 32 sequences, several are the longest: all lanes that write the table have to mean the same one."""
+    case = Case("longest", head_dim, heads=(2, 1), lengths_q=(9, 70, 180, 3, 180, 64, 0, 180) * 4, form="ranges", causal=True)
+    sample = Sample(case, torch.bfloat16, CPU)
+    check(emulate("sm90", sample, emulated.WIDEST_HOPPER, resident=3), sample)
+    assert forward_workspaces[0] > 16 + 8 * len(case.lengths_q)
+
+
 # Some are empty, one has several blocks, or many, not among the first 48; and more than the threads of the kernels that make tables of
 # them, 256 and 1024.
 SHORT_SEQUENCES = {
@@ -747,6 +756,27 @@ def test_rows_that_span_more_bytes_than_their_address(head_dim, lengths, family,
         assert backward_families == ["sm80", "sm90", "sm80"]
 
 
+@pytest.mark.parametrize("name", ("q", "k", "v", "out"))
+def test_room_before_each_tensor_of_a_forward(name, library, monkeypatch):
+    """As many addresses as a sequence spans, or mma.sync, which has no scratch for shares of split keys. Pages need no room."""
+    q, k, table = torch.zeros(1, 1, 8, 128).bfloat16(), torch.zeros(1, 8192, 1, 128).bfloat16(), torch.zeros(1, 64, dtype=torch.int32)
+    numbers, pages = (1, 8192, 1.0, -1, -1, 0.0, 0.0), k.view(64, 128, 1, 128)
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "auto")
+    with emulated.running(monkeypatch, library, emulated.WIDE_HOPPER):
+        in_rows = kernels.Layout(q, k, k, None, None, None, *numbers)._forward[0]
+        in_pages = kernels.Layout(q, pages, pages, None, torch.zeros(2, 1, dtype=torch.int32), None, *numbers, table)._forward[0]
+
+    def scratch(params: bytes, address: int, *sequences: int) -> int:
+        tensors = {"q": 2**40, "k": 2**40, "v": 2**40, "out": 2**40} | {name: address}
+        return library.hf_flash2_forward_workspace_bytes(
+            params, kernels._FORWARD_ADDRESSES.pack(0, 0, *tensors.values(), 2**40, *sequences)
+        )
+
+    span = (k if name in "kv" else q).nbytes
+    assert scratch(in_rows, span, *kernels._NO_SEQUENCES) == 0 < scratch(in_rows, span + 16, *kernels._NO_SEQUENCES)
+    assert (scratch(in_pages, 16, 0, 0, 0, 2**40, 0, 0, 0, 2**40) > 0) == (name in "kv")
+
+
 def test_small_thread_blocks_end_together(emulate, monkeypatch):
     """The last two rounds of nine thread blocks each, here nine of 21 sequences, begin with the longest of these."""
     lengths, ordered = (70, 3, 130, 0, 64, 200, 65) * 3, 9
@@ -944,40 +974,68 @@ def test_few_rows_of_a_group_are_computed_together(case, tiles, library, monkeyp
     assert bytes_together * tiles[0] == bytes_apart * tiles[1] > 0
 
 
-TILES = [  # a case of one head, and the rows and keys of its tiles
+TILES = [  # a case, and the rows and keys of its tiles: on both sides of what csrc/sm90/forward_launch.cuh asks for
     (Case("tiles", heads=(1, 1), lengths_q=(320,) * 3), (64, 64)),
     (Case("tiles", heads=(1, 1), lengths_q=(321,) * 3), (192, 128)),
-    (Case("tiles", heads=(1, 1), lengths_q=(700, 2), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(64,) * 3, lengths_k=(400,) * 3), (64, 64)),  # few queries
+    (Case("tiles", heads=(1, 1), lengths_q=(65,) * 3, lengths_k=(400,) * 3), (192, 128)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1024, 2), form="packed"), (64, 64)),
     (Case("tiles", heads=(1, 1), lengths_q=(1025, 2), form="packed"), (192, 128)),
+    (Case("tiles", heads=(1, 1), lengths_q=(2048,), causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(2049,), causal=True), (192, 128)),
     (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(20, 40)), (64, 64)),
-    (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(1000, 40)), (192, 128)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(983, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), lengths_q=(1100,), window=(984, 40)), (192, 128)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(256,) * 3), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(257,) * 3), (64, 64)),  # which fill the fourth tile of 128 rows by a half at most
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(384,) * 3), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(448,) * 3), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(300,) * 3, causal=True), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(512,) * 3, causal=True), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(40, 50, 200), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(192,) * 3, causal=True), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(193,) * 3, causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(448,) * 3, causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(449,) * 3, causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(40, 50, 256), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(40, 50, 257), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(49, 50, 200), form="packed"), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(50, 50, 200), form="packed"), (128, 64)),  # half of the longest on average
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(110, 120, 128), form="packed"), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed"), (128, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 400), form="packed", causal=True), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 600), form="packed", causal=True), (128, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(200, 40)), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(300, 40)), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(110, 120, 129), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 99), lengths_k=(257, 9, 70), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(257, 9, 70), lengths_k=(70, 120, 99), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(2, 1024), form="packed"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(2, 1025), form="packed"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 512), form="packed", causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(70, 120, 513), form="packed", causal=True), (128, 64)),
+    (Case("tiles", heads=(4, 1), head_dim=128, lengths_q=(30, 20, 7), form="packed"), (128, 64)),  # the rows of a group fill them
+    # Of keys alone, some of which are padding: queries fill tiles of 128.
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(200,) * 3, lengths_k=(200, 9, 70), form="ranges", padding="keys"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(200,) * 3, form="ranges", padding="keys", causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(384,) * 3, lengths_k=(384, 9, 70), form="ranges", padding="keys"), (128, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(215, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(216, 40)), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(60,) * 3), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(448,) * 3), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(384,) * 3), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(448,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(449,) * 3), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(576,) * 3), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(192,) * 3, causal=True), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(256,) * 2, causal=True), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128, 128)), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128, 128), causal=True), (64, 64)),  # few tiles
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 500), form="packed"), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 600), form="packed"), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 200), form="packed"), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 200), form="packed", causal=True), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(170, 120, 200), form="packed", causal=True), (128, 128)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(200, 40)), (64, 64)),
-    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(300, 40)), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128,) * 3, causal=True), (64, 64)),  # six tiles are few
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128,) * 4, causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(128,) * 2), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(64,) * 3, lengths_k=(600,) * 3), (64, 64)),  # few, as those of queries
+    (Case("tiles", heads=(4, 1), head_dim=96, lengths_q=(2,) * 4, lengths_k=(600,) * 4), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 512), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(70, 120, 513), form="packed"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(49, 50, 200), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(50, 50, 200), form="packed"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(120, 129, 200), form="packed", causal=True), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(120, 130, 200), form="packed", causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(235,) * 3, lengths_k=(235, 9, 70), form="ranges", padding="keys"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(236,) * 3, lengths_k=(236, 9, 70), form="ranges", padding="keys"), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(215, 40)), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(700,), window=(216, 40)), (128, 128)),
 ]
 
 
@@ -991,14 +1049,40 @@ def test_sizes_of_tiles(case, size, library, monkeypatch):
     with torch.no_grad(), emulated.running(monkeypatch, library):
         sample.call(*sample.inputs()[:3])
     left, right = case.window if not case.causal else (-1, 0)
+    group = case.heads[0] // case.heads[1]
     loaded = 0
-    for length in case.lengths_q:
-        for begin in range(0, length, rows):
-            first = 0 if left < 0 else max(0, begin - left) // keys
-            last = length if right < 0 else min(length, begin + rows + right)
+    for queries, length in zip(case.lengths_q, case.lengths_k, strict=True):
+        shift = length - queries
+        for begin in range(0, queries * group, rows):
+            first = 0 if left < 0 else max(0, begin + shift - left) // keys
+            last = length if right < 0 else min(length, begin + rows + shift + right)
             loaded += rows + 2 * keys * (-(-last // keys) - first)
     columns = -(-case.head_dim // 64) * 64  # whole panels
     assert library.emulator_tensor_bytes() - before == loaded * columns * 2
+
+
+LARGE_TILES = [  # of ragged batches that are long enough for these, of which the table has none that is not too long
+    Case("large", 64, (2, 1), (1030, 0, 65, 200), form="packed"),
+    Case("large", 64, (1, 1), (70, 1, 300), (1030, 257, 1100), form="packed", window=(1000, 40)),
+    Case("large", 64, (1, 1), (1010, 3, 193), form="ranges", padding="mixed"),
+    Case("large", 64, (2, 1), (250, 1, 129), (1010, 300, 70), form="ranges", padding="holes"),
+    Case("large", 64, (2, 1), (250, 1, 129), (1010, 300, 70), form="ranges", padding="holes", softcap=3.0),
+    Case("large", 64, (2, 1), (250, 1, 129), (1010, 300, 70), form="packed", dropout_p=0.3),
+    Case("large", 64, (1, 1), (200,) * 2, (400,) * 2, dropout_p=0.3),
+    Case("large", 96, (2, 1), (530, 0, 65, 200), form="packed", causal=True),
+    Case("large", 96, (2, 1), (250, 1, 129), (510, 300, 70), form="ranges", padding="holes", softcap=3.0),
+    Case("large", 128, (2, 1), (1030, 0, 65, 200), form="packed", causal=True),
+    Case("large", 128, (1, 1), (1010, 3, 193), form="ranges", padding="mixed"),
+    Case("large", 128, (2, 1), (250, 1, 129), (1010, 300, 70), form="ranges", padding="holes", sinks=2.0),
+    Case("large", 128, (7, 1), (100,) * 2, (2000, 150), form="ranges", padding="keys"),  # of 14 unequal tiles two make no whole round
+]
+
+
+@pytest.mark.parametrize("case", LARGE_TILES, ids=lambda case: case.id)
+def test_large_tiles_of_long_ragged_batches(case, emulate):
+    sample = Sample(case, torch.bfloat16, CPU)
+    keep = kept_by_next_call(sample)
+    check(emulate("sm90", sample, resident=3), sample, keep)
 
 
 @pytest.fixture
@@ -1195,6 +1279,23 @@ def test_more_blocks_than_are_counted_in_32_bits(library, monkeypatch):
             layout.forward(q, q, q, (cu_seqlens, cu_seqlens, None, None, None))
         with pytest.raises(ValueError, match=message):
             layout._pack_backward(library, (q, q, q, q), (0, 0, *[2**40] * 5, *sequences, *[2**40] * 4, 0, 0), False)
+
+
+@pytest.mark.parametrize("form", ("dense", "packed"))
+def test_one_token_need_have_no_stride(form, library, monkeypatch):
+    """As one of several that are the same has none: the same bits as of one that has."""
+    monkeypatch.setenv("HF_FLASH2_FAMILY", "sm90")
+    bounds = torch.tensor([0, 1], dtype=torch.int32)
+    alike = [torch.randn(2, 64).to(torch.bfloat16).expand(3, 2, 64)[:1] for _ in range(4)]
+    alike = [x[None] for x in alike] if form == "dense" else alike
+    assert all(x.stride(-3) == 0 for x in alike)
+    results = []
+    for q, k, v, dout in (alike, [x.clone(memory_format=torch.contiguous_format) for x in alike]):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with emulated.running(monkeypatch, library):
+            out = flash_attn_func(q, k, v) if form == "dense" else flash_attn_varlen_func(q, k, v, bounds, bounds, 1, 1)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("side", (0, 1))
