@@ -92,7 +92,7 @@ def hf_flash2_attention(
         s_aux, softcap: attention sinks [H], as GPT-OSS has them, and a cap of the scores, as Gemma 2: `flash_attn_func`.
         kwargs: as in `attend`.
     Returns:
-        (out [B, Sq, H, D], None).
+        (out [B, Sq, H, D], None); out is contiguous, as some layers view its heads as one dimension.
     Raises:
         ValueError: an argument that cannot be honoured, by name.
     """
@@ -117,7 +117,7 @@ def hf_flash2_attention(
         causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         scaling=scaling, dropout=dropout, sliding_window=sliding_window, s_aux=s_aux, softcap=softcap, **kwargs,
     )  # fmt: skip
-    return out, None
+    return out.contiguous(), None
 
 
 def gpt2_scaling(module: torch.nn.Module) -> float:

@@ -200,6 +200,28 @@ def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
     torch.testing.assert_close(found.float(), truth.float(), rtol=3 * TOLERANCE, atol=3 * TOLERANCE)
 
 
+@pytest.mark.parametrize("head_dim", [4, 16])
+@pytest.mark.parametrize("route", ["dense", "padded", "documents", "4-D mask", "capped under a 4-D mask"])
+def test_heads_can_be_viewed_as_one_dimension(route, head_dim, device):
+    """As the layers of AFMoE, JetMoE and Florence-2 do, also where kernels have been given wider heads, or torch attends."""
+    q, k, v = qkv(device, head_dim=head_dim, batch=1 if route == "documents" else BATCH)
+    visible, rows = causal_band(device=device)[None, None], None
+    kwargs: dict = {"softcap": 3.0} if "capped" in route else {}
+    if route == "documents":
+        bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
+        kwargs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        number = torch.arange(SEQLEN, device=device) >= 5
+        visible = visible & (number[:, None] == number)
+    if route == "padded":
+        kwargs["mask"] = rows = tiny.attention_mask("left", device).bool()
+        visible = visible & rows[:, None, None, :]
+    if "4-D" in route:
+        kwargs["mask"] = visible = visible.expand(BATCH, 1, SEQLEN, SEQLEN)
+    out = attention(Layer(), q, k, v, **kwargs)
+    wanted = expected(q, k, v, visible, softcap=kwargs.get("softcap"))
+    assert_close(out.view(*out.shape[:2], -1), wanted.flatten(2), rows)
+
+
 def pages(device, lengths: list[int]) -> tuple[list[torch.Tensor], dict]:
     """q, k, v of a new token of each sequence, and what continuous batching hands on with them. Lengths include it; 0 is no sequence."""
     tensors = qkv(device, len(lengths), len(lengths), batch=1)
