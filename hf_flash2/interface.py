@@ -29,6 +29,7 @@ from .masks import (
     band,
     holds_documents,
     is_certainly_ours,
+    is_spread,
     leaves_window_to_mask,
     set_by_hand,
     window_of,
@@ -170,6 +171,8 @@ def attend(
         notice('hf_flash2: no attention probabilities are computed, so output_attentions=True gives none; use attn_implementation="eager"')
     q_dtype = q.dtype
     q, k, v = _in_one_dtype(module, q, k, v)
+    if attention_mask is not None and is_spread(attention_mask):
+        attention_mask = attention_mask[:, 0, 0]
     known = getattr(attention_mask, ATTRIBUTE, None)
     if known is None and attention_mask is not None and is_certainly_ours(attention_mask, k.shape[1]):  # which has lost its attribute
         known = Sequences.read(attention_mask, q.shape[1], k.shape[1])

@@ -239,6 +239,11 @@ def is_certainly_ours(mask: torch.Tensor, seqlen_k: int) -> bool:
     return _coded(mask) is not None or holds_documents(mask) or _is_of_static_cache(mask, seqlen_k)
 
 
+def is_spread(mask: torch.Tensor) -> bool:
+    """Whether a model has made [B, 1, 1, Sk] of a mask with a code, as LightGlue does while it swaps the masks of two images."""
+    return _coded(mask) is not None and mask.dim() == 4 and mask.shape[1:3] == (1, 1)
+
+
 def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
     return mask.dtype == torch.uint8 and mask.dim() == 2 and mask.shape[1] == 2 * seqlen_k
 

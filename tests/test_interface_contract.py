@@ -111,6 +111,20 @@ def test_a_mask_of_ours_knows_its_causality_better(device):
     assert_close(attention(Layer(), q, k, v, mask, is_causal=False), wanted, given)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_of_ours_may_be_spread_over_heads_and_queries(causal, device):
+    """As LightGlue does, which swaps the masks of two images; its layers say is_causal=True and see both sides."""
+    given = tiny.attention_mask("right", device).bool()
+    pattern = getattr(masking_utils, f"{'causal' if causal else 'bidirectional'}_mask_function", None)
+    if pattern is None:
+        pytest.skip("this Transformers has no bidirectional pattern")
+    mask = masks.hf_flash2_mask(**mask_arguments(device, SEQLEN, 0, kv_length=SEQLEN, mask_function=pattern), attention_mask=given)
+    q, k, v = qkv(device)
+    visible = causal_band(device=device) if causal else torch.tensor(True, device=device)
+    found = attention(Layer(), q, k, v, mask.reshape(BATCH, 1, 1, SEQLEN))
+    assert_close(found, expected(q, k, v, visible & given[:, None, None, :]), given)
+
+
 @pytest.mark.parametrize("first", [5, SEQLEN], ids=["two documents", "one"])
 def test_a_mask_of_documents_knows_it_too(first, device):
     """Without a cache, Transformers looks for documents in position_ids: mostly there is one, and then no mask is left."""
