@@ -383,18 +383,8 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
     if given is None:
         return None
     cu_seqlens_q, cu_seqlens_k = given
-    if getattr(module, "_is_replica", False):  # of torch.nn.DataParallel, which cuts every tensor of a batch into equal parts
-        for bounds, tokens in ((cu_seqlens_q, q.shape[:2].numel()), (cu_seqlens_k, k.shape[:2].numel())):
-            first, end = bounds[[0, -1]].tolist()  # waits for the GPU, for replicas alone
-            if (first, end) != (0, tokens):
-                raise ValueError(
-                    f"torch.nn.DataParallel cannot divide packed documents among GPUs: this one has {tokens} tokens, and cu_seq_lens from "
-                    f"{first} to {end}; start a process for each GPU (torchrun, accelerate launch), or show this one a single GPU "
-                    "(CUDA_VISIBLE_DEVICES)"
-                )
-    if not tracing.is_compiling():  # lengths may be known to the graph alone
-        _check_not_cut(module, "cu_seq_lens_q", cu_seqlens_q, q.shape[:2])
-        _check_not_cut(module, "cu_seq_lens_k", cu_seqlens_k, k.shape[:2])
+    _check_not_cut(module, "cu_seq_lens_q", cu_seqlens_q, q.shape[:2])
+    _check_not_cut(module, "cu_seq_lens_k", cu_seqlens_k, k.shape[:2])
     if cu_seqlens_q is cu_seqlens_k and q.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k are one tensor, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
@@ -416,14 +406,26 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
 
 
 def _check_not_cut(module: torch.nn.Module, name: str, cu_seqlens: torch.Tensor, shape: torch.Size) -> None:
-    """Refuse bounds of documents that were cut to as many as there are rows. Waits for the GPU only where there are as many: one more is
-    the least where each row is a document or more."""
-    if cu_seqlens.numel() == shape[0] and (shape[0] == 1 or cu_seqlens[[0, -1]].tolist() != [0, shape.numel()]):
+    """Refuse bounds of documents that were cut as if they were rows. Waits for the GPU only in replicas of torch.nn.DataParallel, which
+    cuts every tensor of a batch into equal parts, and where there are as many bounds as rows, as accelerate leaves: one more is the least
+    where each row is a document or more. While compiling, lengths may be known to the graph alone."""
+    is_replica = getattr(module, "_is_replica", False)
+    if not is_replica and (tracing.is_compiling() or cu_seqlens.numel() != shape[0]):
+        return
+    first, end = cu_seqlens[[0, -1]].tolist()
+    if (first, end) == (0, shape.numel()):
+        return
+    if is_replica:
         raise ValueError(
-            f"{type(module).__name__} was given a batch of packed documents that has been cut: {name} has {shape[0]} bounds, as many as "
-            "there are rows, which are not those of all tokens. accelerate cuts the batches of an iterable dataset so, unless Trainer is "
-            'given accelerator_config={"dispatch_batches": False}, or Accelerator DataLoaderConfiguration(dispatch_batches=False)'
+            f"torch.nn.DataParallel cannot divide packed documents among GPUs: this one has {shape.numel()} tokens, and cu_seq_lens from "
+            f"{first} to {end}; start a process for each GPU (torchrun, accelerate launch), or show this one a single GPU "
+            "(CUDA_VISIBLE_DEVICES)"
         )
+    raise ValueError(
+        f"{type(module).__name__} was given a batch of packed documents that has been cut: {name} has {shape[0]} bounds, as many as "
+        "there are rows, which are not those of all tokens. accelerate cuts the batches of an iterable dataset so, unless Trainer is "
+        'given accelerator_config={"dispatch_batches": False}, or Accelerator DataLoaderConfiguration(dispatch_batches=False)'
+    )
 
 
 def _within_documents(mask: torch.Tensor, documents: Documents, queries: torch.Size, keys: torch.Size) -> torch.Tensor:
