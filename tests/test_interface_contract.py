@@ -185,14 +185,9 @@ def test_arguments_that_change_the_result_are_refused(name, argument, device):
     attention(Layer(), q, k, v, **{name: None})
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("route", ["dense", "padded", "documents", "4-D mask", "documents under a 4-D mask", "float64 documents"])
-def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
-    """Kernels, and torch where the mask is no plain pattern, or the dtype (of a GPU) not ours; the gradient of sinks, too."""
-    q, k, v = qkv(device, batch=1 if "documents" in route else BATCH)
-    if route == "float64 documents":
-        q, k, v = (x.double() for x in (q, k, v))
-    sinks = torch.tensor([2.0, -1.0, 30.0, 0.5], device=device, dtype=DTYPE).requires_grad_()
+def on_route(route: str, device) -> tuple[dict, torch.Tensor, torch.Tensor | None]:
+    """What a layer is given to be "dense", "padded", of "documents" (in one row), or under a "4-D mask", also of documents; what its
+    queries see then; and which rows are real, None for all."""
     visible, rows = causal_band(device=device)[None, None], None
     kwargs: dict = {}
     if "documents" in route:
@@ -204,8 +199,20 @@ def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
         kwargs["mask"] = rows = tiny.attention_mask("left", device).bool()
         visible = visible & rows[:, None, None, :]
     if "4-D" in route:
-        kwargs["mask"] = visible.expand(q.shape[0], 1, SEQLEN, SEQLEN) & (torch.arange(SEQLEN, device=device) != 3)
-        visible = kwargs["mask"]
+        batch = 1 if "documents" in route else BATCH
+        kwargs["mask"] = visible = visible.expand(batch, 1, SEQLEN, SEQLEN) & (torch.arange(SEQLEN, device=device) != 3)
+    return kwargs, visible, rows
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("route", ["dense", "padded", "documents", "4-D mask", "documents under a 4-D mask", "float64 documents"])
+def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
+    """Kernels, and torch where the mask is no plain pattern, or the dtype (of a GPU) not ours; the gradient of sinks, too."""
+    q, k, v = qkv(device, batch=1 if "documents" in route else BATCH)
+    if route == "float64 documents":
+        q, k, v = (x.double() for x in (q, k, v))
+    sinks = torch.tensor([2.0, -1.0, 30.0, 0.5], device=device, dtype=DTYPE).requires_grad_()
+    kwargs, visible, rows = on_route(route, device)
     out = attention(Layer(), q, k, v, s_aux=sinks, softcap=softcap, **kwargs)
     wanted = expected(q, k, v, visible, sinks=sinks, softcap=softcap)
     assert_close(out, wanted, rows)
@@ -219,21 +226,10 @@ def test_sinks_and_caps_hold_on_every_route(route, softcap, device):
 def test_heads_can_be_viewed_as_one_dimension(route, head_dim, device):
     """As the layers of AFMoE, JetMoE and Florence-2 do, also where kernels have been given wider heads, or torch attends."""
     q, k, v = qkv(device, head_dim=head_dim, batch=1 if route == "documents" else BATCH)
-    visible, rows = causal_band(device=device)[None, None], None
-    kwargs: dict = {"softcap": 3.0} if "capped" in route else {}
-    if route == "documents":
-        bounds = torch.tensor([0, 5, SEQLEN], dtype=torch.int32, device=device)
-        kwargs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        number = torch.arange(SEQLEN, device=device) >= 5
-        visible = visible & (number[:, None] == number)
-    if route == "padded":
-        kwargs["mask"] = rows = tiny.attention_mask("left", device).bool()
-        visible = visible & rows[:, None, None, :]
-    if "4-D" in route:
-        kwargs["mask"] = visible = visible.expand(BATCH, 1, SEQLEN, SEQLEN)
-    out = attention(Layer(), q, k, v, **kwargs)
-    wanted = expected(q, k, v, visible, softcap=kwargs.get("softcap"))
-    assert_close(out.view(*out.shape[:2], -1), wanted.flatten(2), rows)
+    softcap = 3.0 if "capped" in route else None
+    kwargs, visible, rows = on_route(route, device)
+    out = attention(Layer(), q, k, v, softcap=softcap, **kwargs)
+    assert_close(out.view(*out.shape[:2], -1), expected(q, k, v, visible, softcap=softcap).flatten(2), rows)
 
 
 def pages(device, lengths: list[int]) -> tuple[list[torch.Tensor], dict]:
