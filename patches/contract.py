@@ -6,6 +6,7 @@ of names would miss the new ones, and trust the changed ones.
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Collection
 
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..masks import leaves_window_to_mask
-from ..shareable import rope_parameters
 from .binding import LAYER
 
 CACHES = ("past_key_values", "cache")  # what the forwards of models call their cache, before Transformers 5.24 and since
@@ -35,7 +35,7 @@ def reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.
 
 
 def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn.Module]) -> str | None:
-    base = base_of(model)
+    base = packed_part(model)
     name = type(base).__name__
     takes = inspect.signature(type(base).forward).parameters
     missing = [argument for argument in ("attention_mask", "position_ids", "inputs_embeds") if argument not in takes]
@@ -47,10 +47,11 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return "its head chooses among all positions of a row, and at padding a packed model has zeros"
     layers = getattr(base.config, "num_hidden_layers", None)
     if layers is None and base.config.sub_configs:
-        return (
-            "it is made of several models; where it hands its attention_mask on as it came, its language model alone may be, as "
-            "patch(model.get_decoder(), packed=True)"
-        )
+        return "it is made of several models, and its get_decoder() does not say which of them is its language model"
+    if base is not base_of(model):
+        for above in (module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not base):
+            if any(module is base for module in above.modules()) and not _hands_on_the_mask(_forward_tree(type(above))):
+                return f"it is made of several models, and its {type(above).__name__} does not hand its attention_mask on as it came"
     if len(attention_layers) != layers:
         return f"it has {layers} layers, and the attention of {len(attention_layers)} runs on hf_flash2"
     for path, module in base.named_modules():
@@ -66,8 +67,6 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return f"its {name} makes masks other than causal ones with or without a window ({', '.join(sorted(makers))})"
     if "create_sliding_window_causal_mask" in makers and leaves_window_to_mask(base.config):  # else no layer has that window
         return "its layers leave their sliding window to the mask, and packed rows have none"
-    if "mrope_section" in rope_parameters(base.config):
-        return "its positions have several axes"
     other_use = _other_use_of_the_mask(tree)
     if other_use is not None:
         return f"its {name} uses the attention mask for more than attention ({other_use})"
@@ -79,6 +78,16 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The base model, inside FullyShardedDataParallel where that wraps it by itself."""
     return getattr(model.base_model, "_fsdp_wrapped_module", model.base_model)
+
+
+def packed_part(model: PreTrainedModel) -> PreTrainedModel:
+    """What of a model runs packed: its base model, or the language model of one that is made of several, such as one that sees images."""
+    base = base_of(model)
+    if base.config.is_encoder_decoder or not base.config.sub_configs:
+        return base
+    decoder = base.get_decoder()
+    decoder = getattr(decoder, "_fsdp_wrapped_module", decoder)
+    return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
 def _is_above(module: nn.Module, attention_layers: Collection[nn.Module]) -> bool:
@@ -98,6 +107,14 @@ def _hands_on_keyword_arguments(module_class: type) -> bool:
     return any(keyword.arg is None and ast.unparse(keyword.value) == "kwargs" for call in calls for keyword in call.keywords)
 
 
+def _hands_on_the_mask(tree: ast.AST) -> bool:
+    """Whether a forward gives its attention_mask to the model inside, and never another by that name."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self."))
+    handed_on = any(keyword.arg == ast.unparse(keyword.value) == "attention_mask" for call in calls for keyword in call.keywords)
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "attention_mask")
+    return handed_on and all(isinstance(name.ctx, ast.Load) for name in names)
+
+
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding_and_no_attention_mask"}
 
@@ -105,8 +122,10 @@ _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding
 def _other_use_of_the_mask(tree: ast.AST) -> str | None:
     """What the forward of a base model does with its attention_mask beside making the mask of the attention from it."""
     parents = _parents(tree)
+    # From there on the name is that of the attention's mask.
+    made = next((node.end_lineno for node in tree.body[0].body if _makes_the_mask(node)), sys.maxsize)
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Name) and node.id == "attention_mask"):
+        if not (isinstance(node, ast.Name) and node.id == "attention_mask") or node.lineno > made:
             continue
         parent = parents[node]
         call = parents[parent] if isinstance(parent, ast.keyword) else parent
@@ -118,6 +137,13 @@ def _other_use_of_the_mask(tree: ast.AST) -> str | None:
             if use != "attention_mask = attention_mask.view(batch_size, -1)":  # GPT-2's, to [B, S]
                 return use
     return None
+
+
+def _makes_the_mask(statement: ast.stmt) -> bool:
+    """attention_mask = create_causal_mask(...)"""
+    if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
+        return False
+    return [*map(ast.unparse, statement.targets)] == ["attention_mask"] and ast.unparse(statement.value.func) in _MASKS
 
 
 def _keeps_to_itself(parent: ast.AST) -> bool:

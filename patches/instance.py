@@ -14,7 +14,7 @@ from ..notices import CALLS, NAME
 from ..registration import reason_model_unsupported
 from . import gpt2, llama, mistral
 from .binding import IMPLEMENTATION, LAYER, OwnConfig, bind, in_place_of, own_configs, restore_configs, switch, unbind, wrapper_of
-from .contract import base_of, reason_loss_is_upstream, reason_not_packable
+from .contract import packed_part, reason_loss_is_upstream, reason_not_packable
 from .family import Family
 from .loss import causal_lm_forward
 from .packed import base_forward
@@ -42,8 +42,9 @@ def patch(model: nn.Module, *, packed: bool = False, keep_logits: bool = False) 
 
     Args:
         packed: run the whole decoder, not attention alone, on the real tokens of padded batches: [B, S] inputs with their attention_mask
-            come in, are packed once into [1, T], and hidden states and logits come out [B, S] again, zero in the padding. For training, and
-            for evaluation with use_cache=False; calls with a cache run padded. Positions are those of the padded batch. In training with
+            come in, are packed once into [1, T], and hidden states and logits come out [B, S] again, zero in the padding. Of a model that
+            sees images or hears, the language model inside. For training, and for evaluation with use_cache=False; calls with a cache run
+            padded. Positions are those of the padded batch, on all their axes. In training with
             labels the loss then comes without logits (`output.logits` is None), computed in chunks over the rows that have a label, where
             the head is plain, and the model's own forward is asked for it; `report.loss` says whether.
             Equal to the padded run with two exceptions, both about labels at padding: a token is not predicted from padding before it (the
@@ -104,7 +105,7 @@ def _patch_again(before: list[tuple[PreTrainedModel, _Patch, dict[nn.Module, str
         for name, calls in report.layers.items():
             setattr(part.get_submodule(name), CALLS, calls)
         if report.forwards is not None:
-            setattr(base_of(part), CALLS, report.forwards)
+            setattr(packed_part(part), CALLS, report.forwards)
         report.expected_loss = again.expected_loss
         if again.losses is None or report.losses is None:  # somebody has wrapped the model's forward meanwhile, or no longer does
             report.losses = again.losses
@@ -278,8 +279,9 @@ def _bind_layers(model: PreTrainedModel, report: PatchReport) -> None:
 
 
 def _bind_decoder(model: PreTrainedModel, keep_logits: bool, report: PatchReport) -> None:
-    """Attach to the base model, and to the causal language model above it where its loss can do without logits."""
-    base = base_of(model)
+    """Attach to the base model, or to the language model inside, and to the causal language model above it where its loss can do without
+    logits."""
+    base = packed_part(model)
     reason = reason_not_packable(model, [module for module in base.modules() if LAYER in vars(module)])
     if reason is not None:
         raise ValueError(f"{report.model} cannot run packed: {reason}; use patch(model), whose kernels skip the padding in attention")

@@ -60,10 +60,14 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     )  # fmt: skip
     output = model.base_model(**inputs, return_dict=True)
     loss = chunked_cross_entropy(
-        output.last_hidden_state, rows, row_labels, model.get_output_embeddings(), model.config.vocab_size, inputs.get("num_items_in_batch")
-    )
+        output.last_hidden_state, rows, row_labels, model.get_output_embeddings(), model.config.get_text_config().vocab_size,
+        inputs.get("num_items_in_batch"),
+    )  # fmt: skip
     caches = {name: output.get(name) for name in CACHES if name in CausalLMOutputWithCrossAttentions.__dataclass_fields__}
-    return CausalLMOutputWithCrossAttentions(loss=loss, hidden_states=output.get("hidden_states"), **caches)
+    result = CausalLMOutputWithCrossAttentions(loss=loss, hidden_states=output.get("hidden_states"), **caches)
+    for name in output.keys() - result.__dataclass_fields__.keys() - {"last_hidden_state"}:  # of images: Llava's image_outputs
+        setattr(result, name, output[name])
+    return result
 
 
 @torch.compiler.disable  # a graph would count once

@@ -4,7 +4,8 @@ The forward of the base model (LlamaModel, GPT2Model, ...) gathers the real toke
 states back, so that everything above it sees a padded run. In training with labels the loss then comes without logits (see `loss`).
 
 What has to be right for the result to be that of the padded run:
-* positions are those of the padded run, not restarted: GPT-2's learned positions depend on the padding to the left of them;
+* positions are those of the padded run, not restarted: GPT-2's learned positions depend on the padding to the left of them; of several axes
+  (Qwen-VL's) all;
 * the sequences travel in keyword arguments (cu_seq_lens_*, max_length_*), which a checkpointed layer still has when it runs again in the
   backward;
 * a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
@@ -15,6 +16,8 @@ What has to be right for the result to be that of the padded run:
 * inside torch.func.vmap nobody may ask how many real tokens there are, so all its transforms run padded.
 """
 
+import functools
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +30,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .. import context_parallel, ops, packing
 from ..interface import hf_flash2_attention
 from ..notices import CALLS, NAME
-from ..shareable import rotates_by_length
+from ..shareable import rope_parameters, rotates_by_length
 from .binding import by_name, upstream
 from .contract import CACHES
 
 PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
-_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "visual_pos_masks")
+_KNOWN = {*_PER_TOKEN, "attention_mask", "cache_position", "deepstack_visual_embeds"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
     """
     reason = _reason_to_stay_padded(module, inputs)
     layout = _layout(module, inputs["attention_mask"]) if reason is None else reason
+    if isinstance(layout, Packing) and _sees_padding(inputs):
+        layout = "with images in the padding"
     vars(module)[CALLS][layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
         return None
@@ -92,9 +98,7 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
     device = _tokens(inputs).device
     if inputs.get("position_ids") is None:
         inputs = {**inputs, "position_ids": torch.arange(layout.seqlen, device=device).unsqueeze(0)}
-    packed = {
-        name: layout.pack(x.expand(layout.batch, *x.shape[1:])) if name in _PER_TOKEN and x is not None else x for name, x in inputs.items()
-    }
+    packed = {name: _pack(layout, name, x) if name in _PER_TOKEN and x is not None else x for name, x in inputs.items()}
     packed.pop("cache_position", None)
     cu_seqlens = layout.cu_seqlens.to(device)
     packed |= {
@@ -102,6 +106,12 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
         "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
     }  # fmt: skip
     return packed, layout
+
+
+def _pack(layout: Packing, name: str, x: torch.Tensor) -> torch.Tensor:
+    if name == "position_ids" and x.dim() == 3:
+        return torch.stack([_pack(layout, name, axis) for axis in x])
+    return layout.pack(x.expand(layout.batch, *x.shape[1:]))
 
 
 def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
@@ -131,13 +141,33 @@ def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
         return "with router logits"  # their loss weighs tokens by the padded mask
     if _embeds_padded(module, inputs) and getattr(module, "embed_tokens_per_layer", None) is not None:
         return "with a hook on its embedding, beside which it looks tokens up again"  # Gemma 3n and 4
+    positions = inputs.get("position_ids")
+    if positions is not None and not _are_positions(module, positions, shape):
+        return "with positions that are not [B, S]"
     for name, x in inputs.items():
-        per_token = isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[:2] == shape
-        if name == "position_ids" and x is not None and (x.dim() != 2 or x.shape[1] != shape[1]):
-            return "with positions that are not [B, S]"
-        if per_token and name not in (*_PER_TOKEN, "attention_mask"):
+        tensors = [part for part in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(part, torch.Tensor) and part.dim() > 0]
+        of_tokens = any(part.shape[:2] == shape for part in tensors)
+        if name not in _KNOWN and tensors and (of_tokens or name in _own_arguments(type(module))):  # else it may be of rows
             return f"with {name}"
     return None
+
+
+@functools.cache
+def _own_arguments(module_class: type) -> frozenset[str]:
+    """What its forward has names for; others that it is handed go on to layers that have no use for them."""
+    return frozenset(inspect.signature(module_class.forward).parameters)
+
+
+def _are_positions(module: PreTrainedModel, x: torch.Tensor, shape: torch.Size) -> bool:
+    """[B, S] or [1, S], and where tokens have positions on several axes, before these one more."""
+    axes = x.dim() - 2
+    return axes in ((0, 1) if "mrope_section" in rope_parameters(module.config) else (0,)) and x.shape[axes + 1] == shape[1]
+
+
+def _sees_padding(inputs: dict) -> bool:
+    """Whether a token of an image is left out, whose features the layers of Qwen3-VL are given apart, one for each."""
+    visual = inputs.get("visual_pos_masks")
+    return visual is not None and bool((visual & ~inputs["attention_mask"].bool().to(visual.device)).any())
 
 
 def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:

@@ -20,7 +20,7 @@ from hf_flash2.patches import contract, packed
 from hf_flash2.patches import loss as packed_loss
 from peft import LoraConfig, get_peft_model
 from small_models import BATCH, FAMILIES, LENGTH, VOCABULARY, assert_close
-from transformers import CLIPVisionConfig, LlamaForCausalLM, LlamaModel, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -1677,22 +1677,6 @@ def test_a_second_attention_in_a_layer_is_refused():
     assert "it has 2 layers, and the attention of 3 runs on hf_flash2" in refusal(model)
 
 
-def test_positions_of_several_axes_are_refused():
-    model = small_models.model("llama")
-    setattr(model.config, "rope_parameters" if VERSION >= (5, 0) else "rope_scaling", {"rope_type": "default", "mrope_section": [2, 2, 2]})
-    assert "its positions have several axes" in refusal(model)
-
-
-@pytest.mark.skipif(VERSION < (5, 0), reason="its text model takes other positions")
-def test_positions_of_several_axes_are_the_reason_where_the_mask_is_handed_on():
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextModel
-
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    model = Qwen3VLTextModel._from_config(Qwen3VLTextConfig(**_SIZES | {"rope_parameters": rope}), attn_implementation="eager")
-    with pytest.raises(ValueError, match="Qwen3VLTextModel cannot run packed: its positions have several axes"):
-        hf_flash2.patch(model, packed=True)
-
-
 @pytest.mark.skipif(VERSION < (5, 0), reason="its depth decoder makes other masks")
 def test_a_depth_decoder_of_audio_is_refused():
     """It chooses codebooks by column."""
@@ -1775,20 +1759,6 @@ def test_the_layout_of_a_batch():
     assert (layout.max_seqlen, layout.batch, layout.seqlen) == (3, 3, 4)
     x = torch.arange(12.0).view(3, 4)
     assert torch.equal(layout.pad(layout.pack(x)), x * mask)
-
-
-def test_a_composite_model_is_told_which_part_may_be_packed():
-    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
-    config = LlavaConfig(vision_config=vision, text_config=small_models.config("llama"), image_token_index=60)
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(ValueError, match=r"several models; .* alone may be, as patch\(model.get_decoder\(\), packed=True\)"):
-        hf_flash2.patch(model, packed=True)
-    inputs = batch("right")
-    expected = model(**inputs, use_cache=False).logits[small_models.real_tokens(inputs)]
-    report = hf_flash2.patch(model.get_decoder(), packed=True)
-    found = model(**inputs, use_cache=False).logits[small_models.real_tokens(inputs)]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert report.forwards == {"packed": 1}
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its classes have to be in a file")
