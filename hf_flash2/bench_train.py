@@ -1,4 +1,5 @@
-"""`hf-flash2 bench train`: one optimisation step of a model of the shape of a Llama, or of a Gemma 4, in bf16, by attention implementation.
+"""`hf-flash2 bench train`: one optimisation step of a model of the shape of a Llama, a Gemma 4 or a Qwen2.5-VL, in bf16, by attention
+implementation.
 
 A step is forward, loss, backward and AdamW. The learning rate is 0: the optimizer does all its work and the weights stay as they are, so
 every arm computes the same loss at every step, and the losses can be compared. Weights, optimizer and batch are shared by the arms, which
@@ -61,11 +62,17 @@ class Preset:
     batch: int
     seqlen: int
     fill: float  # share of real tokens
-    head_dims: tuple[int, int] | None = None  # of a Gemma 4, layers with a sliding window and the others; else a Llama
+    head_dims: tuple[int, int] | None = None  # of a Gemma 4, layers with a sliding window and the others
+    tower: dict[str, object] | None = None  # of a Qwen2.5-VL: its vision tower, as its config says it
 
     @property
     def family(self) -> str:
-        return "Gemma 4" if self.head_dims else "Llama"
+        """A Llama, unless something else is said."""
+        return "Gemma 4" if self.head_dims else "Qwen2.5-VL" if self.tower else "Llama"
+
+    @property
+    def image_token(self) -> int:
+        return self.vocabulary - 1
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -76,13 +83,19 @@ _LLAMA_1B = (2048, 16, 32, 8, 8192, 128256, True)  # Llama 3.2 1B
 # Twelve layers of Gemma 4 E4B, two of them without a window. Not tied: its embeddings are scaled, and with random weights the model would
 # predict the token that it is given, at a loss of 38.
 _GEMMA4_LAYERS = (2560, 12, 8, 2, 10240, 32000, False)
+_QWEN_VL_3B = (2048, 36, 16, 2, 11008, 151936, True)
+_TINY = (64, 2, 4, 2, 128, 256, True)
+_TINY_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]}
 PRESETS = {
     "1b-ragged": Preset(*_LLAMA_1B, batch=16, seqlen=2048, fill=0.33),
     "7b-layers-ragged": Preset(4096, 4, 32, 32, 11008, 32000, False, batch=4, seqlen=8192, fill=0.29),  # four layers of Llama 7B
     "1b-dense": Preset(*_LLAMA_1B, batch=4, seqlen=4096, fill=1.0),
     "gemma4-layers-ragged": Preset(*_GEMMA4_LAYERS, batch=4, seqlen=8192, fill=0.29, head_dims=(256, 512)),
     "gemma4-layers-dense": Preset(*_GEMMA4_LAYERS, batch=1, seqlen=16384, fill=1.0, head_dims=(256, 512)),
-    "tiny": Preset(64, 2, 4, 2, 128, 256, True, batch=4, seqlen=64, fill=0.5),  # seconds on a CPU
+    # Qwen2.5-VL 3B, an image in each row.
+    "qwen2.5-vl-ragged": Preset(*_QWEN_VL_3B, batch=4, seqlen=2048, fill=0.4, tower={"hidden_size": 1280, "out_hidden_size": 2048}),
+    "tiny": Preset(*_TINY, batch=4, seqlen=64, fill=0.5),  # seconds on a CPU
+    "tiny-vl": Preset(*_TINY, batch=4, seqlen=64, fill=0.5, tower=_TINY_TOWER),
 }
 
 
@@ -242,26 +255,13 @@ def profile(name: str, training: "Training", samples: dict[str, Samples]) -> Ite
 
 def build(preset: Preset, device: torch.device, gradient_checkpointing: bool) -> torch.nn.Module:
     """A model with random weights, in training mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    of_gemma4 = {}
-    if preset.head_dims is not None:
-        head_dim, global_head_dim = preset.head_dims
-        of_gemma4 = {
-            "head_dim": head_dim, "global_head_dim": global_head_dim, "sliding_window": 512, "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
-        }  # fmt: skip
-    config = AutoConfig.for_model(
-        "gemma4_text" if of_gemma4 else "llama",
-        hidden_size=preset.hidden, num_hidden_layers=preset.layers, num_attention_heads=preset.heads, num_key_value_heads=preset.heads_k,
-        intermediate_size=preset.mlp, vocab_size=preset.vocabulary, tie_word_embeddings=preset.tied, max_position_embeddings=preset.seqlen,
-        initializer_range=2 * preset.hidden**-0.5,  # larger than usual: attention is peaked, and the loss depends on it
-        pad_token_id=None, bos_token_id=None, eos_token_id=None, **of_gemma4,
-    )  # fmt: skip
     torch.manual_seed(SEED)
+    auto = AutoModelForImageTextToText if preset.tower else AutoModelForCausalLM
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
-    if of_gemma4:
+        model = auto.from_config(_config(preset), dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    if preset.head_dims:
         # Normed q and k of weight 1 make scores of up to 100, and what bf16 rounds away turns the gradient around, in eager too.
         for attention in (layer.self_attn for layer in model.model.layers):
             for norm in (attention.q_norm, attention.k_norm):
@@ -271,12 +271,56 @@ def build(preset: Preset, device: torch.device, gradient_checkpointing: bool) ->
     return model
 
 
+def _config(preset: Preset):
+    from transformers import AutoConfig
+
+    sizes = {
+        "hidden_size": preset.hidden, "num_hidden_layers": preset.layers, "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.heads_k, "intermediate_size": preset.mlp, "vocab_size": preset.vocabulary,
+        "tie_word_embeddings": preset.tied, "max_position_embeddings": preset.seqlen,
+        "initializer_range": _spread(preset, preset.hidden), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if preset.tower:
+        half = preset.hidden // preset.heads // 2  # pairs of a head: a quarter of them turns with time, the rest with height and width
+        rope = {"rope_type": "default", "type": "default", "mrope_section": [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]}
+        tower = {"initializer_range": _spread(preset, preset.tower["hidden_size"]), **preset.tower}
+        return AutoConfig.for_model(
+            "qwen2_5_vl", text_config=sizes | {"rope_scaling": rope}, vision_config=tower, tie_word_embeddings=preset.tied,
+            image_token_id=preset.image_token,
+        )  # fmt: skip
+    if preset.head_dims:
+        head_dim, global_head_dim = preset.head_dims
+        sizes |= {
+            "head_dim": head_dim, "global_head_dim": global_head_dim, "sliding_window": 512, "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        }  # fmt: skip
+        return AutoConfig.for_model("gemma4_text", **sizes)
+    return AutoConfig.for_model("llama", **sizes)
+
+
+def _spread(preset: Preset, hidden: int) -> float:
+    """Of random weights: larger than usual, so that attention is peaked, and the loss depends on it. Half that where a decoder follows a
+    tower: twice as much, and 68 layers make of what bf16 rounds away 0.04 to 0.1 of the loss, in SDPA too, in place of 0.001."""
+    return (1 if preset.tower else 2) * hidden**-0.5
+
+
 def make_batch(preset: Preset, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random tokens, every real one a label, as a collator gives them."""
-    tokens = torch.randint(preset.vocabulary, (preset.batch, preset.seqlen), generator=torch.Generator().manual_seed(SEED))
-    real = torch.arange(preset.seqlen) < torch.tensor(preset.lengths).unsqueeze(1)
-    batch = {"input_ids": tokens.where(real, 0), "attention_mask": real.long(), "labels": tokens.where(real, -100)}
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    """Random tokens, every real one a label, as a collator gives them. With a tower each row begins with a square image, two thirds of it,
+    whose tokens are no labels."""
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(preset.image_token if preset.tower else preset.vocabulary, (preset.batch, preset.seqlen), generator=generator)
+    column, lengths = torch.arange(preset.seqlen), torch.tensor(preset.lengths).unsqueeze(1)
+    real = column < lengths
+    images, of_images = torch.zeros_like(real), {}
+    if preset.tower:
+        sides = (lengths * 2 / 3).sqrt().long()  # in tokens, of four patches each
+        images = column < sides**2
+        grids = torch.cat((torch.ones_like(sides), 2 * sides, 2 * sides), dim=1)
+        pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 14 * 14, generator=generator)
+        of_images = {"pixel_values": pixels.bfloat16(), "image_grid_thw": grids, "mm_token_type_ids": images.long()}
+    tokens = tokens.where(~images, preset.image_token)
+    batch = {"input_ids": tokens.where(real, 0), "attention_mask": real.long(), "labels": tokens.where(real & ~images, -100)}
+    return {name: tensor.to(device) for name, tensor in (batch | of_images).items()}
 
 
 class Training:

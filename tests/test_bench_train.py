@@ -75,6 +75,25 @@ def test_every_arm_ends_with_the_same_loss_and_gradient(tmp_path, capsys, checkp
     assert ("say nothing about a GPU" in printed) == (DEVICE == "cpu")
 
 
+def test_a_model_that_sees_images(tmp_path, capsys):
+    """Qwen2.5-VL: images of several sizes, which are no labels, and the tower is trained, too."""
+    assert train("--preset", "tiny-vl", "--csv", str(tmp_path / "t.csv")) == 0
+    lines = read(tmp_path / "t.csv")
+    assert [(line["arm"], line["outcome"], line["real_tokens"]) for line in lines] == [(arm, "ok", "128") for arm in bench.ARMS]
+    printed = capsys.readouterr().out
+    assert "every loss and gradient agrees" in printed and "tiny-vl: Qwen2.5-VL shape of 0.2 M parameters" in printed
+    preset, device = bench.PRESETS["tiny-vl"], torch.device(DEVICE)
+    batch = bench.make_batch(preset, device)
+    images, real = batch["input_ids"] == preset.image_token, batch["attention_mask"].bool()
+    assert (images.sum(1) == batch["image_grid_thw"].prod(1) // 4).all() and len(set(images.sum(1).tolist())) > 1
+    assert torch.equal(batch["labels"] != -100, real & ~images) and len(batch["pixel_values"]) == 4 * images.sum()
+    training = bench.Training(bench.build(preset, device, False), batch)
+    training.step()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in training.parameters if parameter.dim() > 1)
+    with bench.switched(training.model, bench.PACKED):
+        assert training.model(**batch, use_cache=False).logits is None
+
+
 def test_compiled_arms(tmp_path, monkeypatch):
     """Each arm is compiled anew: its graph has its own attention, and says what it computed with the other arms."""
     graphs, compile_module = [], torch.nn.Module.compile
