@@ -497,13 +497,15 @@ def plot(path: Path, rows: Sequence[Row], environment: dict[str, str]) -> None:
                     if row is None:
                         continue
                     center, height = x + (number - (len(arms) - 1) / 2) * width, value(row)
-                    panel.bar(center, height or 0.0, 0.92 * width, color=colors[arm], label=arm if x == 0 else None)
+                    end = height or 0.0
+                    panel.bar(center, end, 0.92 * width, color=colors[arm], label=arm if x == 0 else None)
                     if label.startswith("real") and height is not None:
                         errors = [[height - row.tokens_per_second_p20], [row.tokens_per_second_p80 - height]]
+                        end = row.tokens_per_second_p80
                         panel.errorbar(center, height, yerr=errors, color="black", capsize=2, linewidth=1)
                     text = style.format(height) if height is not None else "not measured" if row.outcome == OK else row.outcome
                     rotation = 0 if height is not None else 90
-                    panel.text(center, (height or 0.0) + 0.02 * top, text, ha="center", va="bottom", fontsize=8, rotation=rotation)
+                    panel.text(center, end + 0.02 * top, text, ha="center", va="bottom", fontsize=8, rotation=rotation)
             panel.set_ylabel(label)
             panel.set_ylim(0, 1.15 * top)
             panel.yaxis.set_major_formatter("{x:,.0f}")
