@@ -6,9 +6,11 @@ of names would miss the new ones, and trust the changed ones.
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -209,10 +211,22 @@ _PLAIN = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LogitStep:
+    """A scale, or a part of a cap."""
+
+    op: str  # "/", "*" or "tanh"
+    number: str | None  # where the model has it, as its forward says: "self.config.logits_scaling"; None there: there is no such step
+    line: int  # of the forward
+
+
+_OF_THE_MODEL = re.compile(r"self(\.\w+|\.get_text_config\(\))+")
+
+
 def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
     """Why the loss of a model cannot be computed from its last hidden states by its head alone; None when it can.
 
-    Scaled or capped logits, auxiliary losses and heads of another kind show in the source of the forward.
+    Auxiliary losses and heads of another kind show in the source of the forward, as do scaled and capped logits (logit_steps).
     """
     if model.base_model is model or model.get_output_embeddings() is None:
         return "it has no language model head"
@@ -224,15 +238,57 @@ def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
         return _NO_SOURCE
 
 
+def logit_steps(model_class: type) -> tuple[LogitStep, ...]:
+    """What a model whose loss may be computed by its head makes of the logits before, in order."""
+    return _logit_steps(_forward_tree(model_class))
+
+
+def _logit_steps(tree: ast.AST) -> tuple[LogitStep, ...]:
+    steps = []
+    for statement in tree.body[0].body:
+        if isinstance(statement, ast.If) and not statement.orelse and (number := _asked_for(statement.test)) is not None:
+            found = [_logit_step(inner, names=number) for inner in statement.body]
+            steps += found if all(found) else []
+        elif (step := _logit_step(statement)) is not None:
+            steps.append(step)
+    return tuple(steps)
+
+
+def _asked_for(test: ast.AST) -> dict[str, str] | None:
+    """Of `NUMBER is not None` the number, by the names that it then has; None of other tests."""
+    if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot) and ast.unparse(test.comparators[0]) == "None"):
+        return None
+    named = test.left if isinstance(test.left, ast.NamedExpr) else None
+    number = ast.unparse(named.value if named else test.left)
+    return {named.target.id if named else number: number} if _OF_THE_MODEL.fullmatch(number) else None
+
+
+def _logit_step(statement: ast.stmt, names: dict[str, str] | None = None) -> LogitStep | None:
+    """logits = logits / NUMBER, or * NUMBER, or torch.tanh(logits). names: what stands for a number, and without which there is no step."""
+    if not (isinstance(statement, ast.Assign) and [*map(ast.unparse, statement.targets)] == ["logits"]):
+        return None
+    value, ops = statement.value, {ast.Div: "/", ast.Mult: "*"}
+    if isinstance(value, ast.BinOp) and type(value.op) in ops and ast.unparse(value.left) == "logits":
+        number = ast.unparse(value.right)
+        number = (names or {}).get(number, number)
+        return LogitStep(ops[type(value.op)], number, statement.lineno) if _OF_THE_MODEL.fullmatch(number) else None
+    if ast.unparse(value) in ("torch.tanh(logits)", "nn.functional.tanh(logits)"):
+        return LogitStep("tanh", next(iter(names.values())) if names else None, statement.lineno)
+    return None
+
+
 def _reason_loss_is_own(model_class: type) -> str | None:
     """What a forward does to hidden states, logits or loss beside what is known to be plain."""
     tree = _forward_tree(model_class)
     parents = _parents(tree)
+    known_steps = {step.line for step in _logit_steps(tree)}
     makes_logits = False
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if not any(isinstance(part, ast.Name) and part.id in _PLAIN for part in ast.walk(target)):
+                    continue
+                if node.lineno in known_steps or _adds_the_loss_of_a_router(node, parents):
                     continue
                 plain = isinstance(node, ast.Assign) and isinstance(target, ast.Name) and _is_plain(target.id, node.value)
                 if not plain:
@@ -242,9 +298,24 @@ def _reason_loss_is_own(model_class: type) -> str | None:
             target = getattr(parents[node], "targets", [None])[0]
             if not (_is_plain_loss(node, tree.body[0].args.kwarg) and isinstance(target, ast.Name) and target.id == "loss"):
                 return f"its forward has {ast.unparse(_statement(node, parents))}"
+            if any(line > node.lineno for line in known_steps):
+                return "its forward changes its logits behind the loss"
         elif isinstance(node, ast.Name) and node.id in ("logits", "loss") and not _only_hands_on(node, parents):
-            return f"its forward has {ast.unparse(_statement(node, parents))}"
+            statement = _statement(node, parents)
+            if statement.lineno not in known_steps:
+                return f"its forward has {ast.unparse(statement)}"
     return None if makes_logits else "its forward does not make logits with lm_head"
+
+
+def _adds_the_loss_of_a_router(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """loss += ... where router logits are wanted: the packed loss is for calls that do not (wants_router_logits)."""
+    if not (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "loss" and isinstance(node.op, ast.Add)):
+        return False
+    while node in parents:
+        child, node = node, parents[node]
+        if isinstance(node, ast.If) and child in node.body and ast.unparse(node.test) == "output_router_logits":
+            return True
+    return False
 
 
 def _is_plain(name: str, value: ast.AST) -> bool:

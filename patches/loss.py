@@ -2,9 +2,11 @@
 
 The logits are the largest tensor of a training step: [B, S, vocabulary], in the model's dtype, once more in float32, and their gradients.
 Here the head runs on the rows that have a label only, chunk by chunk. For a plain linear head the gradients of a chunk are computed with
-its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
+its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded), and one whose logits are capped, runs once more in
+the backward.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -19,9 +21,10 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mod
 from .. import cross_entropy, ops
 from ..notices import CALLS, notice
 from .binding import by_name, upstream
-from .contract import CACHES
+from .contract import CACHES, logit_steps
 from .packed import has_no_values, looks_at_rows, token_shape, wants_router_logits
 
+Steps = tuple[tuple[str, torch.Tensor | float], ...]  # of contract.LogitStep, with the number that the model has now
 IN_CHUNKS, FROM_LOGITS = "in chunks", "from logits"  # how a call with labels had its loss, in the report's counter
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
@@ -61,7 +64,7 @@ def causal_lm_forward(model: PreTrainedModel, *args, **kwargs) -> ModelOutput | 
     output = model.base_model(**inputs, return_dict=True)
     loss = chunked_cross_entropy(
         output.last_hidden_state, rows, row_labels, model.get_output_embeddings(), model.config.get_text_config().vocab_size,
-        inputs.get("num_items_in_batch"),
+        inputs.get("num_items_in_batch"), _steps_of(model),
     )  # fmt: skip
     caches = {name: output.get(name) for name in CACHES if name in CausalLMOutputWithCrossAttentions.__dataclass_fields__}
     result = CausalLMOutputWithCrossAttentions(loss=loss, hidden_states=output.get("hidden_states"), **caches)
@@ -116,6 +119,7 @@ def chunked_cross_entropy(
     head: nn.Module,
     vocabulary: int,
     num_items_in_batch: torch.Tensor | int | None = None,
+    steps: Steps = (),
 ) -> torch.Tensor:
     """The cross-entropy of head(hidden_states), in float32, over some rows, differentiable in the hidden states and the head's parameters.
 
@@ -123,19 +127,21 @@ def chunked_cross_entropy(
         hidden_states: [B, S, hidden]; rows: int64 [N] into its B * S; labels: int64 [N], every one a class.
         head: from hidden states to logits [..., vocabulary].
         num_items_in_batch: what the sum is divided by, as Transformers' losses take it; None = N.
+        steps: what the model makes of the logits before.
     Returns:
         a float32 scalar; NaN when N is 0 and nothing else is given to divide by, as the mean of no rows is.
     """
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
     labels = labels.to(hidden_states.device)
-    if is_plain_linear(head, hidden_states):
-        total = _sum_of_linear(hidden_states, labels, head.weight, vocabulary)
+    scale = _scale(steps)
+    if scale is not None and is_plain_linear(head, hidden_states):
+        total = _sum_of_linear(_scaled(hidden_states, scale), labels, head.weight, vocabulary)
     elif _gathers_itself(head):
-        total = _sum_in_one_call(hidden_states, labels, head, vocabulary)
+        total = _sum_in_one_call(hidden_states, labels, head, vocabulary, steps)
     else:
         # Of a head in which something gathers its part, all at once: processes have to call it as often as each other.
         chunk_rows = max(1, labels.shape[0]) if any(map(_is_sharded, head.modules())) else _chunk_rows(vocabulary * 4)
-        total = _sum_of_chunks(hidden_states, labels, _as_it_is_now(head), chunk_rows)
+        total = _sum_of_chunks(hidden_states, labels, _as_it_is_now(head), chunk_rows, steps)
     if num_items_in_batch is None:
         num_items_in_batch = labels.shape[0]
     elif isinstance(num_items_in_batch, torch.Tensor):
@@ -149,9 +155,51 @@ def _sum_of_linear(hidden_states: torch.Tensor, labels: torch.Tensor, weight: to
     return _LinearCrossEntropy.apply(hidden_states, weight, labels, _chunk_rows(vocabulary * (dtype.itemsize if fused else 4)))
 
 
-def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, chunk_rows: int) -> torch.Tensor:
+def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, chunk_rows: int, steps: Steps) -> torch.Tensor:
     chunks = zip(hidden_states.split(chunk_rows), labels.split(chunk_rows), strict=True)
-    return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, use_reentrant=False) for chunk in chunks]).sum()
+    return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, steps, use_reentrant=False) for chunk in chunks]).sum()
+
+
+def _steps_of(model: PreTrainedModel) -> Steps:
+    """What its forward makes of logits: of each step what is done, and by which number the model has now."""
+    found = []
+    for step in _known_steps(type(model)):
+        number = 1.0 if step.number is None else _value(model, step.number)
+        if number is not None:
+            found.append((step.op, number))
+    return tuple(found)
+
+
+_known_steps = functools.cache(logit_steps)
+
+
+def _value(model: PreTrainedModel, expression: str) -> torch.Tensor | float | None:
+    """Of self.config.logits_scaling."""
+    value = model
+    for name in expression.split(".")[1:]:
+        value = value.get_text_config() if name == "get_text_config()" else getattr(value, name)
+    return value
+
+
+def _scale(steps: Steps) -> float | None:
+    """What the steps multiply by; None where they do something else, too, or by a parameter."""
+    scale = 1.0
+    for op, number in steps:
+        if op == "tanh" or isinstance(number, torch.Tensor):
+            return None
+        scale = scale / number if op == "/" else scale * number
+    return scale
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _finish(logits: torch.Tensor, steps: Steps) -> torch.Tensor:
+    """As the model's own forward does, in the same dtype."""
+    for op, number in steps:
+        logits = torch.tanh(logits) if op == "tanh" else logits / number if op == "/" else logits * number
+    return logits
 
 
 def _as_it_is_now(head: nn.Module) -> Callable:
@@ -192,17 +240,18 @@ def _set_state(attributes: list[tuple[dict, dict]], tensors: list[tuple[dict, di
             parameter.requires_grad_(is_trained)
 
 
-def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, vocabulary: int) -> torch.Tensor:
+def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, vocabulary: int, steps: Steps) -> torch.Tensor:
     """All chunks inside one call of a head whose hooks, those of FSDP or DeepSpeed, gather its weights: each process has another number of
     chunks, and calls have to be as many everywhere."""
     totals = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        plain = head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
+        scale = _scale(steps)
+        plain = scale is not None and head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
         if plain:
-            total = _sum_of_linear(x, labels, head.weight, vocabulary)
+            total = _sum_of_linear(_scaled(x, scale), labels, head.weight, vocabulary)
         else:
-            total = _sum_of_chunks(x, labels, partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4))
+            total = _sum_of_chunks(x, labels, partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4), steps)
         totals.append(total)
         return total
 
@@ -349,6 +398,6 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable) -> torch.Tensor:
-    logits = head(hidden_states)
+def _cross_entropy_sum(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, steps: Steps) -> torch.Tensor:
+    logits = _finish(head(hidden_states), steps)
     return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="sum")

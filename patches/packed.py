@@ -198,7 +198,8 @@ def has_no_values(x: torch.Tensor) -> bool:
 
 def wants_router_logits(model: PreTrainedModel, inputs: dict) -> bool:
     asked = inputs.get("output_router_logits")
-    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(config, "output_router_logits", False) for config in configs) if asked is None else bool(asked)
 
 
 def _embeds_padded(module: PreTrainedModel, inputs: dict) -> bool:

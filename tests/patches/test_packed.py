@@ -461,8 +461,12 @@ class OwnForward(torch.nn.Linear):
 SHARDED = ("plain", "bias", "half", "frozen", "own forward", "replaced forward", "more hooks", "other hooks", "inside another", "whole")
 
 
+STEPS = {"as they are": (), "scaled": (("*", 0.5),), "capped": (("/", 2.0), ("tanh", 1.0), ("*", 2.0))}
+
+
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("case", SHARDED)
-def test_how_often_a_sharded_head_is_called(case, monkeypatch):
+def test_how_often_a_sharded_head_is_called(case, steps, monkeypatch):
     """Once, if its hooks are FSDP's alone: processes have to call it as often as each other, and only its own product may be divided."""
     monkeypatch.setattr(packed_loss, "_is_sharded", lambda module: case != "whole" and isinstance(module, torch.nn.Linear))
     torch.manual_seed(0)
@@ -480,12 +484,14 @@ def test_how_often_a_sharded_head_is_called(case, monkeypatch):
     own = dict(vars(head))
     monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * 5 * 2)  # two rows
     hidden_states, rows, labels = torch.randn(1, 7, 8, dtype=dtype, requires_grad=True), torch.tensor([0, 2, 3, 5, 6]), torch.arange(5)
-    found = packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, 5)
+    found = packed_loss.chunked_cross_entropy(hidden_states, rows, labels, head, 5, steps=STEPS[steps])
     shapes = [call for call in calls if call != "before"]
     by_itself = case in ("plain", "bias", "half", "frozen")
     assert vars(head) == own and shapes == ([()] if by_itself else [(2, 5), (2, 5), (1, 5)] if case == "whole" else [(5, 5)])
     leaves = [hidden_states, *(p for p in head.parameters() if p.requires_grad)]
-    expected = F.cross_entropy(head(hidden_states[0, rows]).float(), labels)
+    logits = head(hidden_states[0, rows])
+    finished = {"as they are": logits, "scaled": logits / 2, "capped": 2 * torch.tanh(logits / 2)}[steps]
+    expected = F.cross_entropy(finished.float(), labels)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3 if case == "half" else 1e-5, atol=1e-4 if case == "half" else 1e-6)
@@ -1061,9 +1067,12 @@ IN_CHUNKS = "in chunks, without logits, in training with labels"
 PACKABLE = {
     "Qwen2": IN_CHUNKS, "Qwen3": IN_CHUNKS, "Phi3": IN_CHUNKS, "Olmo2": IN_CHUNKS, "SmolLM3": IN_CHUNKS, "Starcoder2": IN_CHUNKS,
     "Gemma": IN_CHUNKS, "Glm4": IN_CHUNKS,
-    "Granite": "logits = logits / self.config.logits_scaling", "Cohere": "logits = logits * self.logit_scale",
-    "Mixtral": "loss += self.router_aux_loss_coef",
+    "Granite": IN_CHUNKS, "Cohere": IN_CHUNKS, "Mixtral": IN_CHUNKS, "Gemma2": IN_CHUNKS, "Qwen3Moe": IN_CHUNKS,
 }  # fmt: skip
+if VERSION >= (5, 0):
+    PACKABLE["Gemma3"] = IN_CHUNKS
+# Of logits, so that without them the loss is another.
+OF_LOGITS = {"logits_scaling": 4.0, "logit_scale": 0.3, "final_logit_softcapping": 1.5}
 REFUSED = {
     "OPT": "its OPTModel does not make Transformers' causal mask itself",
     "MiniMax": "it has 2 layers, and the attention of 1 runs on hf_flash2",
@@ -1079,7 +1088,8 @@ if VERSION >= (5, 0):
 def other_model(name: str):
     model_class = getattr(transformers, f"{name}ForCausalLM")
     config = model_class.config_class(**_SIZES, **{"sliding_window": 4} if name == "Phimoe" else {})
-    for attribute, value in {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_dropout_prob": 0.0}.items():
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    for attribute, value in (experts | {"hidden_dropout_prob": 0.0} | OF_LOGITS).items():
         if hasattr(config, attribute):
             setattr(config, attribute, value)
     torch.manual_seed(0)
@@ -1204,6 +1214,88 @@ def test_other_decoders_run_packed(name):
     assert report.forwards == {"packed": 2}
 
 
+class CapsWhatItScales(LlamaForCausalLM):
+    """As MuseGlimmer does, but by a number that is trained."""
+
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        logits = logits * self.multiplier
+        logits = torch.tanh(logits)
+        if (cap := self.config.get_text_config().cap) is not None:
+            logits = logits * cap
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("head", ["linear", "with a bias", "with LoRA"])
+@pytest.mark.parametrize("steps", ["Granite", "Gemma2", "trained", "cap set to None since"])
+def test_logits_that_are_scaled_or_capped(steps, head):
+    """By the numbers that the model has at the call, whatever its head; as exact as eager's in bf16, too."""
+    if steps in ("Granite", "Gemma2"):
+        eager = other_model(steps)
+    else:
+        torch.manual_seed(0)
+        eager = CapsWhatItScales._from_config(small_models.config("llama", cap=3.0), attn_implementation="eager").train()
+        eager.multiplier = torch.nn.Parameter(torch.tensor(0.4))
+    if head == "with a bias":
+        bias = torch.nn.Linear(eager.lm_head.in_features, VOCABULARY)
+        bias.weight = eager.lm_head.weight
+        eager.set_output_embeddings(bias)
+    if head == "with LoRA":
+        eager = get_peft_model(eager, LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False))
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    if steps == "cap set to None since":
+        for each in (eager, model):
+            each.config.get_text_config().cap = None
+    inputs = batch("right") | {"use_cache": False, "labels": small_models.labels(batch("right"))}
+    truth = loss_and_gradients(eager, **inputs)
+    assert_close(loss_and_gradients(model, **inputs), truth)
+    assert report.losses == {"in chunks": 1}
+    theirs, ours = (loss_and_gradients(each.to(torch.bfloat16), **inputs) for each in (eager, model))
+    losses = [results.pop("loss").item() for results in (ours, theirs, truth)]
+    assert abs(losses[0] - losses[2]) <= 3 * abs(losses[1] - losses[2]) + 1e-3 * losses[2]
+    for name, value in truth.items():
+        tiny_models.assert_as_exact_as_eager(ours[name], theirs[name], value, factor=3.0, name=name)
+
+
+def test_a_scale_leaves_a_linear_head_its_gradients_with_the_loss(monkeypatch):
+    """A cap does not; one that is None does."""
+    chunks = []
+    of_linear = packed_loss._sum_of_linear
+    monkeypatch.setattr(packed_loss, "_sum_of_linear", lambda *arguments: chunks.append(1) or of_linear(*arguments))
+    inputs = batch("right") | {"use_cache": False, "labels": small_models.labels(batch("right"))}
+    for name, found in (("Granite", 1), ("Gemma2", 0)):
+        model = other_model(name)
+        hf_flash2.patch(model, packed=True)
+        model(**inputs)
+        assert len(chunks) == found
+        chunks.clear()
+    model.config.final_logit_softcapping = None
+    model(**inputs)
+    assert len(chunks) == 1
+
+
+@pytest.mark.parametrize("asked", ["by the config", "by the call"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_the_loss_of_a_router_comes_from_logits(name, asked):
+    eager = other_model(name)
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs = batch("right") | {"use_cache": False, "labels": small_models.labels(batch("right"))}
+    if asked == "by the call":
+        inputs["output_router_logits"] = True
+    for each in (eager, model):
+        each.config.output_router_logits = asked == "by the config"
+        each.router_aux_loss_coef = 0.5
+    assert_close(loss_and_gradients(model, **inputs), loss_and_gradients(eager, **inputs))
+    assert report.losses == {"from logits": 1} and report.forwards == {"with router logits": 1}
+
+
 class AsTransformers(LlamaForCausalLM):
     def forward(self, labels=None, **kwargs):
         outputs = self.model(**kwargs)
@@ -1262,6 +1354,40 @@ class ScalesTheLogits(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class ScalesBehindTheLoss(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits = logits / self.config.rms_norm_eps
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ScalesTwice(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        for _ in range(2):
+            logits = logits * self.config.rms_norm_eps
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class AddsTheLossOfARouter(LlamaForCausalLM):
+    def forward(self, labels=None, output_router_logits=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if output_router_logits:
+            pass
+        else:
+            loss += hidden_states.square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
 class ShiftsTheLabels(LlamaForCausalLM):
     def forward(self, labels=None, **kwargs):
         outputs = self.model(**kwargs)
@@ -1273,14 +1399,18 @@ class ShiftsTheLabels(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    "model_class", [AddsToTheOutput, AddsUnderAnotherName, AddsToTheCall, ChangesSomeLogits, ScalesTheLogits, ShiftsTheLabels]
-)
+    "model_class",
+    [
+        AddsToTheOutput, AddsUnderAnotherName, AddsToTheCall, ChangesSomeLogits, ScalesTheLogits, ScalesBehindTheLoss, ScalesTwice,
+        AddsTheLossOfARouter, ShiftsTheLabels,
+    ],
+)  # fmt: skip
 def test_a_forward_that_does_more_to_logits_or_loss_keeps_its_loss(model_class):
     torch.manual_seed(0)
     eager = model_class._from_config(small_models.config("llama"), attn_implementation="eager").train()
     model = copy.deepcopy(eager)
     report = hf_flash2.patch(model, packed=True)
-    assert report.loss.startswith("not ours: its forward has ")
+    assert report.loss.startswith("not ours: its forward ")
     inputs = batch("dense") | {"use_cache": False, "labels": batch("dense")["input_ids"]}
     assert_close({"loss": model(**inputs).loss.detach()}, {"loss": eager(**inputs).loss.detach()})
 
