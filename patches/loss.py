@@ -2,8 +2,7 @@
 
 The logits are the largest tensor of a training step: [B, S, vocabulary], in the model's dtype, once more in float32, and their gradients.
 Here the head runs on the rows that have a label only, chunk by chunk. For a plain linear head the gradients of a chunk are computed with
-its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded), and one whose logits are capped, runs once more in
-the backward.
+its loss, in the place of its logits; any other head (LoRA, quantised, hooked, sharded) runs once more in the backward.
 """
 
 import functools
@@ -28,7 +27,7 @@ Steps = tuple[tuple[str, torch.Tensor | float], ...]  # of contract.LogitStep, w
 IN_CHUNKS, FROM_LOGITS = "in chunks", "from logits"  # how a call with labels had its loss, in the report's counter
 # Of logits that exist at a time: in their own dtype where our kernel puts the gradient in their place, in float32 where torch's functions
 # hold them so too. Half as much would add each chunk's gradient of the head's weights to memory twice as often, for 128k classes and 2048
-# columns 1 GB of traffic a time.
+# columns 1 GB of traffic a time. Capped logits have their tanh beside them, so twice as much.
 CHUNK_BYTES = 512 * 2**20
 # A gradient of the head's weights in bf16 is rounded with every chunk that is added: to twice eager's error after 8 chunks, 3 to 4 times
 # after 32. Of more than so many the sum is float32 until it is complete: 1.4 times, as each product is rounded, too. That takes 8 bytes
@@ -133,9 +132,9 @@ def chunked_cross_entropy(
     """
     hidden_states = hidden_states.flatten(0, 1).index_select(0, rows.to(hidden_states.device))
     labels = labels.to(hidden_states.device)
-    scale = _scale(steps)
-    if scale is not None and is_plain_linear(head, hidden_states):
-        total = _sum_of_linear(_scaled(hidden_states, scale), labels, head.weight, vocabulary)
+    scale_and_cap = _scale_and_cap(steps)
+    if scale_and_cap is not None and is_plain_linear(head, hidden_states):
+        total = _sum_of_linear(hidden_states, labels, head.weight, vocabulary, *scale_and_cap)
     elif _gathers_itself(head):
         total = _sum_in_one_call(hidden_states, labels, head, vocabulary, steps)
     else:
@@ -149,10 +148,15 @@ def chunked_cross_entropy(
     return total / num_items_in_batch
 
 
-def _sum_of_linear(hidden_states: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def _sum_of_linear(
+    hidden_states: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, vocabulary: int, scale: float, cap: float | None
+) -> torch.Tensor:
     dtype = _product_dtype(hidden_states)
     fused = cross_entropy.can_fuse(hidden_states.device, dtype)
-    return _LinearCrossEntropy.apply(hidden_states, weight, labels, _chunk_rows(vocabulary * (dtype.itemsize if fused else 4)))
+    row_bytes = vocabulary * (dtype.itemsize if fused else 4)
+    if cap is None and scale != 1.0:  # into the hidden states, which are fewer
+        hidden_states = hidden_states * scale
+    return _LinearCrossEntropy.apply(hidden_states, weight, labels, _chunk_rows(row_bytes), scale, cap)
 
 
 def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable, chunk_rows: int, steps: Steps) -> torch.Tensor:
@@ -181,18 +185,18 @@ def _value(model: PreTrainedModel, expression: str) -> torch.Tensor | float | No
     return value
 
 
-def _scale(steps: Steps) -> float | None:
-    """What the steps multiply by; None where they do something else, too, or by a parameter."""
-    scale = 1.0
+def _scale_and_cap(steps: Steps) -> tuple[float, float | None] | None:
+    """The steps as scale * logits, or as cap * tanh(scale * logits); None where they are something else, or have a parameter in them."""
+    factors, caps = [1.0], 0
     for op, number in steps:
-        if op == "tanh" or isinstance(number, torch.Tensor):
+        if isinstance(number, torch.Tensor):
             return None
-        scale = scale / number if op == "/" else scale * number
-    return scale
-
-
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x if scale == 1.0 else x * scale
+        if op == "tanh":
+            factors.append(1.0)
+            caps += 1
+        else:
+            factors[-1] = factors[-1] / number if op == "/" else factors[-1] * number
+    return None if caps > 1 else (factors[0], factors[1] if caps else None)
 
 
 def _finish(logits: torch.Tensor, steps: Steps) -> torch.Tensor:
@@ -246,10 +250,10 @@ def _sum_in_one_call(hidden_states: torch.Tensor, labels: torch.Tensor, head: nn
     totals = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        scale = _scale(steps)
-        plain = scale is not None and head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
-        if plain:
-            total = _sum_of_linear(_scaled(x, scale), labels, head.weight, vocabulary)
+        scale_and_cap = _scale_and_cap(steps)
+        plain = head.bias is None and type(head.weight) is nn.Parameter and _gives_its_gradient(x, head.weight)
+        if plain and scale_and_cap is not None:
+            total = _sum_of_linear(x, labels, head.weight, vocabulary, *scale_and_cap)
         else:
             total = _sum_of_chunks(x, labels, partial(nn.Linear.forward, head), _chunk_rows(vocabulary * 4), steps)
         totals.append(total)
@@ -329,13 +333,14 @@ def _product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropy of hidden_states weight^T, with its gradients computed along with it.
+    """The sum of the cross-entropy of hidden_states weight^T, with its gradients computed along with it. With a cap, of the logits
+    z = cap * tanh(scale * hidden_states weight^T).
 
-    d loss / d logits = softmax(logits) - one_hot(labels).
+    d loss / d logits = softmax(logits) - one_hot(labels), and before the cap cap * scale * (1 - tanh^2) times that.
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, labels, chunk_rows):
+    def forward(ctx, hidden_states, weight, labels, chunk_rows, scale, cap):
         dtype, grad_hidden, grad_weight = _product_dtype(hidden_states), None, None
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.zeros_like(hidden_states)
@@ -349,7 +354,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(begin, begin + chunk_rows)
                 x = hidden_states[rows].to(dtype)
                 logits = x @ columns.t()
+                if cap is not None:  # PERF: in the logits' dtype, as models do it
+                    bounded = logits.mul_(scale).tanh_()
+                    logits = bounded * cap
                 loss += cross_entropy.cross_entropy_(logits, labels[rows]).sum()
+                if cap is not None:
+                    logits.addcmul_(logits, bounded.square_(), value=-1.0).mul_(scale * cap)
+                    del bounded
                 if grad_hidden is not None:
                     _add_product(grad_hidden[rows], logits, columns)
                 if grad_weight is not None:
@@ -373,7 +384,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True. NOTE: once_differentiable sees no need of an error where grad_loss is a constant
             one = torch.ones((), requires_grad=True)
             gradients = [None if x is None else _OnceDifferentiable.apply(x, one) for x in gradients]
-        return *gradients, None, None
+        return *gradients, None, None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -1215,7 +1215,7 @@ def test_other_decoders_run_packed(name):
 
 
 class CapsWhatItScales(LlamaForCausalLM):
-    """As MuseGlimmer does, but by a number that is trained."""
+    """As MuseGlimmer does, but it may be trained by how much."""
 
     def forward(self, labels=None, **kwargs):
         outputs = self.model(**kwargs)
@@ -1232,7 +1232,7 @@ class CapsWhatItScales(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("head", ["linear", "with a bias", "with LoRA"])
-@pytest.mark.parametrize("steps", ["Granite", "Gemma2", "trained", "cap set to None since"])
+@pytest.mark.parametrize("steps", ["Granite", "Gemma2", "by a number", "trained", "cap set to None since"])
 def test_logits_that_are_scaled_or_capped(steps, head):
     """By the numbers that the model has at the call, whatever its head; as exact as eager's in bf16, too."""
     if steps in ("Granite", "Gemma2"):
@@ -1240,7 +1240,7 @@ def test_logits_that_are_scaled_or_capped(steps, head):
     else:
         torch.manual_seed(0)
         eager = CapsWhatItScales._from_config(small_models.config("llama", cap=3.0), attn_implementation="eager").train()
-        eager.multiplier = torch.nn.Parameter(torch.tensor(0.4))
+        eager.multiplier = 0.4 if steps == "by a number" else torch.nn.Parameter(torch.tensor(0.4))
     if head == "with a bias":
         bias = torch.nn.Linear(eager.lm_head.in_features, VOCABULARY)
         bias.weight = eager.lm_head.weight
@@ -1263,21 +1263,28 @@ def test_logits_that_are_scaled_or_capped(steps, head):
         tiny_models.assert_as_exact_as_eager(ours[name], theirs[name], value, factor=3.0, name=name)
 
 
-def test_a_scale_leaves_a_linear_head_its_gradients_with_the_loss(monkeypatch):
-    """A cap does not; one that is None does."""
+@pytest.mark.parametrize("name", ["Granite", "Gemma2"])
+def test_a_scale_or_a_cap_leaves_a_linear_head_its_gradients_with_the_loss(name, monkeypatch):
     chunks = []
-    of_linear = packed_loss._sum_of_linear
-    monkeypatch.setattr(packed_loss, "_sum_of_linear", lambda *arguments: chunks.append(1) or of_linear(*arguments))
+    monkeypatch.setattr(packed_loss, "CHUNK_BYTES", 4 * VOCABULARY * 6)
+    run = packed_loss.cross_entropy.cross_entropy_
+    monkeypatch.setattr(packed_loss.cross_entropy, "cross_entropy_", lambda x, labels: chunks.append(x.shape[0]) or run(x, labels))
+    eager = other_model(name)
+    model = copy.deepcopy(eager)
+    hf_flash2.patch(model, packed=True)
     inputs = batch("right") | {"use_cache": False, "labels": small_models.labels(batch("right"))}
-    for name, found in (("Granite", 1), ("Gemma2", 0)):
-        model = other_model(name)
-        hf_flash2.patch(model, packed=True)
-        model(**inputs)
-        assert len(chunks) == found
-        chunks.clear()
-    model.config.final_logit_softcapping = None
-    model(**inputs)
-    assert len(chunks) == 1
+    assert_close(loss_and_gradients(model, **inputs), loss_and_gradients(eager, **inputs))
+    rows = int((inputs["labels"][:, 1:] != -100).sum())
+    assert chunks == [6] * (rows // 6) + ([rows % 6] if rows % 6 else [])
+
+
+def test_steps_in_one_formula():
+    """cap * tanh(scale * logits), or none where there is none."""
+    of = packed_loss._scale_and_cap
+    assert of(()) == (1.0, None) and of((("/", 8.0), ("*", 2.0))) == (0.25, None)
+    assert of((("*", 3.0), ("/", 30.0), ("tanh", 30.0), ("*", 20.0), ("*", 2.0))) == (0.1, 40.0)
+    assert of((("tanh", 1.0),)) == (1.0, 1.0)
+    assert of((("tanh", 1.0), ("tanh", 1.0))) is None and of((("*", torch.tensor(2.0)),)) is None
 
 
 @pytest.mark.parametrize("asked", ["by the config", "by the call"])
