@@ -488,7 +488,8 @@ def _told_by_layers(source: str) -> tuple[bool, ...]:
 
 
 def _said_of_causality(source: str) -> set[str]:
-    return {value.strip() for value in re.findall(r"\bis_causal\b(?:[\"']\]|: [\w |\[\].]+)? ?=\s*([^\n,)#]+)", source)}
+    said = re.findall(r"\bis_causal\b(?:[\"']\]|: [\w |\[\].]+)? ?=\s*([^\n,)#]+)", source)
+    return {value.strip() for value in said} - {"self.is_causal"}  # a call that hands on what was said
 
 
 def set_by_hand(module: torch.nn.Module) -> bool | None:

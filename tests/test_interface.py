@@ -1,6 +1,7 @@
 """Models with attn_implementation="hf_flash2" against the same models with eager attention: logits, gradients, generation, causality."""
 
 import copy
+import importlib
 import itertools
 
 import pytest
@@ -448,6 +449,33 @@ def test_documents_where_the_decoder_of_a_model_asks_for_its_mask_again(use_cach
     for ours_document, document in zip(found, ids.split(LENGTHS, 1), strict=True):
         alone = {"input_ids": document, "use_cache": False}
         tiny.assert_as_exact_as_eager(ours_document, logits(eager, **alone)[0], logits(exact, **alone)[0])
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Sam3DETREncoderConfig"), reason="a newer model")
+def test_layers_that_take_a_mask_of_another_dtype_than_bool_for_a_bias(device):
+    """SAM 3 gives such masks, and the call, to SDPA; those of the words that a prompt is padded with are none."""
+    model_class = importlib.import_module("transformers.models.sam3.modeling_sam3").Sam3DetrEncoder  # by its name it needs torchvision
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "dropout": 0.0}
+    models = []
+    for implementation in ("hf_flash2", "eager"):
+        torch.manual_seed(0)
+        config = transformers.Sam3DETREncoderConfig(**sizes)
+        models.append(model_class._from_config(config, attn_implementation=implementation).eval().to(device, DTYPES[0]))
+    mask = tiny.attention_mask("right", device).bool()
+    image, position = (torch.randn(BATCH, 32, 3, 4, device=device, dtype=DTYPES[0]) for _ in range(2))
+    words = torch.randn(BATCH, SEQLEN, 32, device=device, dtype=DTYPES[0])
+
+    def run(model: torch.nn.Module) -> torch.Tensor:
+        dtype = model.dtype
+        given = {"vision_features": [image.to(dtype)], "vision_pos_embeds": [position.to(dtype)], "text_features": words.to(dtype)}
+        with torch.no_grad():
+            return model(**given, text_mask=mask).last_hidden_state
+
+    ours, eager = models
+    with notices.record_calls() as calls:
+        found = run(ours)
+    assert sorted(calls.values()) == [["dense"]] * 2 + [["padded"]] * 2
+    tiny.assert_as_exact_as_eager(found, run(eager), run(tiny.eager_in_float32(eager)))
 
 
 @pytest.mark.parametrize("attached", [True, False])

@@ -966,6 +966,8 @@ WHAT_LAYERS_SAY = {  # source of a modeling module -> whether a mask that is cau
     "nothing": ("class Attention: pass", False, True),
     "causal": ("self.is_causal = True", False, True),
     "not causal": ("self.is_causal = False", True, False),
+    "causal, which is handed on": ("self.is_causal = True\n    attend(q, is_causal=self.is_causal)", False, True),
+    "not causal, which is handed on": ("self.is_causal = False\n    attend(q, is_causal=self.is_causal)", True, False),
     "not causal, in a call": ("attend(q, is_causal=False)", True, True),
     "now this, now that": ("self.is_causal = True\n    self.is_causal = False", True, True),
     "what the config says": ("self.is_causal = config.is_decoder", True, True),
