@@ -43,10 +43,10 @@ _HARMLESS = {
     "all_layer_embeddings", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "encoder_attention_mask",
     "encoder_hidden_states", "grid_thw", "guidance_scale", "ignore_index", "image_sizes", "inputs_embeds", "labels", "layer_idx",
     "logits_indices", "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch",
-    "offset_mapping", "output_attentions", "output_hidden_states", "output_router_logits", "overflow_to_sample_mapping", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "return_loss", "return_shared_kv_states", "sentence_embedding", "seq_idx",
-    "shift_labels", "special_tokens_mask", "token_embeddings", "token_type_ids", "token_weights_sum", "use_cache", "vision_feature_layer",
-    "vision_feature_select_strategy",
+    "offset_mapping", "original_sizes", "output_attentions", "output_hidden_states", "output_router_logits", "overflow_to_sample_mapping",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "return_loss", "return_shared_kv_states", "sentence_embedding",
+    "seq_idx", "shift_labels", "special_tokens_mask", "token_embeddings", "token_type_ids", "token_weights_sum", "use_cache",
+    "vision_feature_layer", "vision_feature_select_strategy",
 }  # fmt: skip
 # What no kernel of ours does yet, by the name it arrives under.
 UNSUPPORTED = {

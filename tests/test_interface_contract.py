@@ -347,6 +347,7 @@ def test_harmless_arguments_are_ignored(device):
         "guidance_scale": 5.0,  # Janus, while it generates an image
         "ignore_index": -1,  # of the loss
         "image_sizes": torch.tensor([[16, 16]]),  # InternVL and others
+        "original_sizes": torch.tensor([[16, 16]]),  # what the processors of SAM 2 and 3 return beside the pixels
         "offset_mapping": torch.zeros(BATCH, SEQLEN, 2),  # this and the next two: what tokenizers return beside the tokens
         "overflow_to_sample_mapping": torch.arange(BATCH),
         "special_tokens_mask": torch.zeros(BATCH, SEQLEN),
