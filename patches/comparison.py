@@ -252,8 +252,10 @@ def _to_dtype(inputs: Mapping[str, object], dtype: torch.dtype) -> dict[str, obj
 
 
 def _real_tokens(inputs: Mapping[str, object], output: torch.Tensor) -> torch.Tensor:
-    """bool, the leading dimensions of output that hold real tokens: those of an encoder-decoder are its decoder's"""
+    """bool, the leading dimensions of output that hold real tokens: those of an encoder-decoder are its decoder's. A mask may be of
+    several rows of output each, as of Musicgen's, one for each codebook."""
     mask = inputs.get("decoder_attention_mask" if any(name.startswith("decoder_") for name in inputs) else "attention_mask")
-    if getattr(mask, "shape", None) != output.shape[:2]:
+    rows, columns = output.shape[:2]
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != columns or rows % mask.shape[0]:
         return torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
-    return mask.to(output.device).bool()
+    return mask.to(output.device).bool().repeat_interleave(rows // mask.shape[0], 0)

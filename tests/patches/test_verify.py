@@ -19,6 +19,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
 )
 from transformers.utils import ModelOutput
 
@@ -102,6 +104,20 @@ def test_a_wrong_attention_is_found(monkeypatch):
     assert not comparison.ok
     assert comparison.ratio > 100
     assert comparison.verdict.startswith("wrong: ")
+
+
+def test_a_mask_may_be_of_several_rows_of_logits_each():
+    """Those of Musicgen's codebooks; what padding gives is every implementation's own affair."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_codebooks": 2, "dropout": 0.0}
+    torch.manual_seed(0)
+    config = MusicgenDecoderConfig(vocab_size=61, pad_token_id=60, bos_token_id=60, initializer_factor=0.3, **sizes)
+    model = MusicgenForCausalLM._from_config(config, attn_implementation="eager").eval()
+    mask = small_models.key_mask("left")
+    ids = tiny_models.tokens(batch=2 * len(mask), seqlen=mask.shape[1]).clamp(max=59)
+    encoder = torch.randn(len(mask), 3, 64)  # layers of cross-attention that do not run are not verified
+    comparison = hf_flash2.verify(model, {"input_ids": ids, "attention_mask": mask, "encoder_hidden_states": encoder})
+    assert comparison.ok, comparison
+    assert comparison.tokens == 2 * mask.sum()
 
 
 def halve_attention(monkeypatch):
