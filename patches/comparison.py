@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import packing
+from .contract import gives_keyword_argument
 from .instance import patch_options, patched, pretrained_model, unpatch
 
 # What is rounding: the same multiple of eager's mean error that FlashAttention allows its kernels, and more of the maximum, which is one
@@ -229,7 +230,10 @@ def _output(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
 
 
 def _takes(model: nn.Module, argument: str) -> bool:
-    return any(p.name == argument or p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    """By its name, or among others that the forward hands on, unless that gives one of its own, as T5Gemma's classifier use_cache=False."""
+    parameters = inspect.signature(model.forward).parameters
+    by_others = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    return argument in parameters or (by_others and not gives_keyword_argument(type(model), argument))
 
 
 def _is_comparable(x: object) -> bool:

@@ -117,6 +117,15 @@ def _hands_on_the_mask(tree: ast.AST) -> bool:
     return handed_on and all(isinstance(name.ctx, ast.Load) for name in names)
 
 
+def gives_keyword_argument(module_class: type, name: str) -> bool:
+    """Whether its forward calls something with a keyword argument of this name; False where there is no source."""
+    try:
+        tree = _forward_tree(module_class)
+    except (OSError, TypeError):
+        return False
+    return any(isinstance(node, ast.keyword) and node.arg == name for node in ast.walk(tree))
+
+
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding_and_no_attention_mask"}
 

@@ -21,6 +21,8 @@ from transformers import (
     MixtralForCausalLM,
     MusicgenDecoderConfig,
     MusicgenForCausalLM,
+    T5GemmaConfig,
+    T5GemmaForSequenceClassification,
 )
 from transformers.utils import ModelOutput
 
@@ -118,6 +120,16 @@ def test_a_mask_may_be_of_several_rows_of_logits_each():
     comparison = hf_flash2.verify(model, {"input_ids": ids, "attention_mask": mask, "encoder_hidden_states": encoder})
     assert comparison.ok, comparison
     assert comparison.tokens == 2 * mask.sum()
+
+
+def test_a_forward_that_gives_a_keyword_of_its_own_is_not_given_that():
+    """T5Gemma's classifier runs its model with use_cache=False beside the keywords that it hands on."""
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    options = {"head_dim": 12, "vocab_size": 61, "pad_token_id": 0, "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder=sizes | options, decoder=sizes | options, vocab_size=61, num_labels=3)
+    model = T5GemmaForSequenceClassification._from_config(config, attn_implementation="eager").eval()
+    assert hf_flash2.verify(model, small_models.batch("right")).ok
 
 
 def halve_attention(monkeypatch):
