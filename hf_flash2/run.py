@@ -2,7 +2,7 @@
 
 For programs whose options name the attention implementation, and which nobody can make import a package: lm_eval, `transformers serve`.
 Launchers start processes of their own, which know nothing of this one: `torchrun ... -m hf_flash2 run train.py` in place of
-`hf-flash2 run torchrun ... train.py`, which says so.
+`hf-flash2 run torchrun ... train.py`, which says so. TRL's command starts one, too: `hf-flash2 run trl.scripts.sft` for `trl sft`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ _LAUNCHERS = {
     "torchrun": "-m", "torch.distributed.run": "-m", "torch.distributed.launch": "-m", "accelerate launch": "-m", "accelerate-launch": "-m",
     "accelerate.commands.launch": "-m", "deepspeed": "--module",
 }  # fmt: skip
+_TRL = ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft")  # commands of trl, which are modules as well
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program as its own command would. Returns its exit code, unless it raises SystemExit itself; 2 where there is none."""
+    advice = {name: f"{name} ... {module} hf_flash2 run PROGRAM ..." for name, module in _LAUNCHERS.items()}
+    for name in _TRL:
+        module = f"run trl.scripts.{name} ..."
+        advice[f"trl {name}"] = f"hf-flash2 {module}, or accelerate launch ... -m hf_flash2 {module}"
     for name in (args.program, " ".join((args.program, *args.arguments[:1]))):
-        if name in _LAUNCHERS and "hf_flash2" not in args.arguments:
+        if name in advice and "hf_flash2" not in args.arguments:
             print(
                 f"hf-flash2 run: {name} starts processes of its own, which do not import hf_flash2 for that; to have them do so: "
-                f"{name} ... {_LAUNCHERS[name]} hf_flash2 run PROGRAM ...",
+                f"{advice[name]}",
                 file=sys.stderr,
             )
     sys.argv = [args.program, *args.arguments]

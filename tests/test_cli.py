@@ -230,6 +230,8 @@ def test_run_of_a_launcher_says_that_its_processes_do_not_import_it(tmp_path):
         (["accelerate", "launch", "train.py"], "accelerate launch ... -m hf_flash2 run PROGRAM ..."),
         (["torch.distributed.run", "train.py"], "torch.distributed.run ... -m hf_flash2 run PROGRAM ..."),
         (["deepspeed", "train.py"], "deepspeed ... --module hf_flash2 run PROGRAM ..."),
+        (["trl", "sft"], "hf-flash2 run trl.scripts.sft ..., or accelerate launch ... -m hf_flash2 run trl.scripts.sft ..."),
+        (["trl", "env"], ""),
         (["accelerate", "env"], ""),
         (["tool", "torchrun"], ""),
         (["accelerate"], ""),
