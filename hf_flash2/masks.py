@@ -82,12 +82,7 @@ class Sequences:
         attached = getattr(mask, ATTRIBUTE, None)
         if isinstance(attached, cls):
             if attached.key_mask.shape[1] != seqlen_k:
-                raise ValueError(
-                    f"the mask of this forward describes {attached.key_mask.shape[1]} keys, but the layer has {seqlen_k}; {_AS_WIDE}; a "
-                    "decoder with a cache needs config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of "
-                    "an encoder-decoder cuts the mask of the encoder short under prefill_chunk_size, which such a model does not need; if "
-                    'it is none of these, use attn_implementation="sdpa"'
-                )
+                _refuse_width(attached.key_mask.shape[1], seqlen_k)
             return attached
         if holds_documents(mask):
             return cls(mask[:, 0].bool(), 0, mask[:, 1].bool(), _coded(mask))
@@ -99,6 +94,8 @@ class Sequences:
             return cls(planes[:, 0], planes[0, 1].sum(), causal=True)
         if width >= seqlen_k:  # a sliding cache holds the last columns
             return cls(mask[:, width - seqlen_k :].bool(), causal=_coded(mask))
+        if _runs_in_backward():  # reentrant checkpointing has detached the mask, and a cache has the keys of both runs
+            _refuse_width(width, seqlen_k)
         return cls(F.pad(mask.bool(), (0, seqlen_k - width)), width - seqlen_q)  # a static cache: the mask ends with the queries
 
     def padded(self, seqlen_q: int, same_tokens: bool) -> packing.PaddedBatch:
@@ -128,6 +125,19 @@ class Sequences:
         seqlen_k = self.key_mask.shape[1]
         q_offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
         return self.key_mask[:, None, None, :] & band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
+
+
+def _refuse_width(described: int, seqlen_k: int) -> None:
+    raise ValueError(
+        f"the mask of this forward describes {described} keys, but the layer has {seqlen_k}; {_AS_WIDE}; a decoder with a cache needs "
+        "config.is_decoder=True; layers that are checkpointed need use_cache=False; generate() of an encoder-decoder cuts the mask of the "
+        'encoder short under prefill_chunk_size, which such a model does not need; if it is none of these, use attn_implementation="sdpa"'
+    )
+
+
+def _runs_in_backward() -> bool:
+    """Whether a layer runs again there, as one that is checkpointed does."""
+    return not tracing.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def window_of(causal: bool, sliding_window: int | None) -> tuple[int, int]:

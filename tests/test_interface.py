@@ -3,12 +3,14 @@
 import copy
 import importlib
 import itertools
+from functools import partial
 
 import pytest
 import tiny_models as tiny
 import torch
 import transformers
 from tiny_models import BATCH, DTYPES, PADDINGS, SEQLEN, VERSION
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DataCollatorWithFlattening,
@@ -19,6 +21,7 @@ from transformers import (
     StaticCache,
     masking_utils,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_flash2
 from hf_flash2 import interface, masks, notices
@@ -287,6 +290,25 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant, padding, devi
     assert all(layer == [route, route] for layer in calls.values()), "each layer runs once more in the backward pass"
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("implementation", [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_layer_that_is_checkpointed_with_a_cache_is_refused(family, implementation, device):
+    """As eager attention fails: by torch's wrapper, which leaves use_cache alone, the second run finds the keys of the first."""
+    model = tiny.model(family, device=device, dtype=DTYPES[0]).train()
+    mask = tiny.attention_mask("right", device)
+    inputs = {"input_ids": tiny.tokens(device), "attention_mask": mask}
+    inputs["labels"] = tiny.labels(inputs["input_ids"], mask)
+    plain = tiny.gradients(model, **inputs)
+    wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, GradientCheckpointingLayer)
+    )
+    with pytest.raises(ValueError, match=f"describes {SEQLEN} keys, but the layer has {2 * SEQLEN}; .* checkpointed need use_cache=False"):
+        tiny.gradients(model, **inputs)
+    for (name, gradient), expected in zip(tiny.gradients(model, **inputs, use_cache=False).items(), plain.values(), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("padding", ["dense", "left", "right"])
