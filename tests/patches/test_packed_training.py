@@ -322,6 +322,22 @@ def test_compiled_without_recompiling_for_every_batch():
     assert report.forwards == {"packed": 6} and report.losses == {"in chunks": 6}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_that_are_compiled_one_by_one(family):
+    """As accelerate's compile_regions does it; before the model is patched."""
+    torch._dynamo.reset()
+    eager, model = small_models.twins(family)
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    for i, layer in enumerate(layers):
+        layers[i] = torch.compile(layer, backend="aot_eager")
+    report = hf_flash2.patch(model.train(), packed=True)
+    for seed in range(2):
+        inputs = ragged(seed)
+        torch.testing.assert_close(model(**inputs).loss, eager.train()(**inputs).loss)
+    assert report.forwards == {"packed": 2}
+    torch._dynamo.reset()
+
+
 def test_compiled_with_other_arguments_from_batch_to_batch():
     """cu_seq_lens of one batch are no part of the next."""
     torch._dynamo.reset()
