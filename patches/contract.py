@@ -281,10 +281,10 @@ def _logit_step(statement: ast.stmt, names: dict[str, str] | None = None) -> Log
     value, ops = statement.value, {ast.Div: "/", ast.Mult: "*"}
     if isinstance(value, ast.BinOp) and type(value.op) in ops and ast.unparse(value.left) == "logits":
         number = ast.unparse(value.right)
-        number = (names or {}).get(number, number)
+        number = number if names is None else names.get(number, "another")
         return LogitStep(ops[type(value.op)], number, statement.lineno) if _OF_THE_MODEL.fullmatch(number) else None
     if ast.unparse(value) in ("torch.tanh(logits)", "nn.functional.tanh(logits)"):
-        return LogitStep("tanh", next(iter(names.values())) if names else None, statement.lineno)
+        return LogitStep("tanh", next(iter((names or {}).values()), None), statement.lineno)
     return None
 
 
@@ -318,9 +318,18 @@ def _reason_loss_is_own(model_class: type) -> str | None:
     return None if makes_logits else "its forward does not make logits with lm_head"
 
 
+_WANTED = re.compile(
+    r"output_router_logits if output_router_logits is not None else self\.config(\.text_config)?\.output_router_logits"
+)  # as wants_router_logits
+
+
 def _adds_the_loss_of_a_router(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """loss += ... where router logits are wanted: the packed loss is for calls that do not (wants_router_logits)."""
     if not (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "loss" and isinstance(node.op, ast.Add)):
+        return False
+    assigned = (x for x in ast.walk(_root(node, parents)) if isinstance(x, ast.Assign))
+    wanted = [ast.unparse(x.value) for x in assigned if [*map(ast.unparse, x.targets)] == ["output_router_logits"]]
+    if len(wanted) != 1 or not _WANTED.fullmatch(wanted[0]):
         return False
     while node in parents:
         child, node = node, parents[node]
@@ -362,6 +371,12 @@ def _only_hands_on(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Call):
         return ast.unparse(parent.func) == "self.loss_function" or isinstance(parents[parent], ast.Return)
     return isinstance(parent, ast.Tuple)  # (loss,) + output
+
+
+def _root(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    while node in parents:
+        node = parents[node]
+    return node
 
 
 def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

@@ -1382,8 +1382,9 @@ class ScalesTwice(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-class AddsTheLossOfARouter(LlamaForCausalLM):
+class AddsALossWithoutRouterLogits(LlamaForCausalLM):
     def forward(self, labels=None, output_router_logits=None, **kwargs):
+        output_router_logits = output_router_logits if output_router_logits is not None else self.config.output_router_logits
         outputs = self.model(**kwargs)
         hidden_states = outputs.last_hidden_state
         logits = self.lm_head(hidden_states)
@@ -1392,6 +1393,29 @@ class AddsTheLossOfARouter(LlamaForCausalLM):
             pass
         else:
             loss += hidden_states.square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class AlwaysAddsTheLossOfARouter(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        output_router_logits = True
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if output_router_logits:
+            loss += hidden_states.square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class ScalesByAnotherNumber(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        outputs = self.model(**kwargs)
+        hidden_states = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states)
+        if self.config.sep_token_id is not None:
+            logits = logits * self.config.rms_norm_eps
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -1409,12 +1433,13 @@ class ShiftsTheLabels(LlamaForCausalLM):
     "model_class",
     [
         AddsToTheOutput, AddsUnderAnotherName, AddsToTheCall, ChangesSomeLogits, ScalesTheLogits, ScalesBehindTheLoss, ScalesTwice,
-        AddsTheLossOfARouter, ShiftsTheLabels,
+        ScalesByAnotherNumber, AddsALossWithoutRouterLogits, AlwaysAddsTheLossOfARouter, ShiftsTheLabels,
     ],
 )  # fmt: skip
 def test_a_forward_that_does_more_to_logits_or_loss_keeps_its_loss(model_class):
     torch.manual_seed(0)
-    eager = model_class._from_config(small_models.config("llama"), attn_implementation="eager").train()
+    config = small_models.config("llama", output_router_logits=False, sep_token_id=None)
+    eager = model_class._from_config(config, attn_implementation="eager").train()
     model = copy.deepcopy(eager)
     report = hf_flash2.patch(model, packed=True)
     assert report.loss.startswith("not ours: its forward ")
