@@ -210,9 +210,13 @@ def test_a_tower_of_another_kind():
     inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
     inputs["labels"] = small_models.labels(inputs).masked_fill(ids == 60, -100)
     assert_close(loss_and_gradients(model, inputs), loss_and_gradients(eager, inputs))
-    assert report.forwards == {"packed": 1} and report.losses == {"in chunks": 1}
+    assert report.forwards == {"packed": 1}
+    if VERSION < (5, 0):  # there it is its own base model
+        assert report.losses is None
+        return
     output = model(**inputs)
-    assert output.logits is None and vars(output).keys() & {"image_hidden_states", "image_outputs"}  # for losses of one's own
+    assert report.losses == {"in chunks": 2} and output.logits is None
+    assert vars(output).keys() & {"image_hidden_states", "image_outputs"}  # for losses of one's own
 
 
 def test_a_model_that_makes_its_mask_above_the_language_model_is_refused():
