@@ -385,10 +385,11 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
     cu_seqlens_q, cu_seqlens_k = given
     _check_not_cut(module, "cu_seq_lens_q", cu_seqlens_q, q.shape[:2])
     _check_not_cut(module, "cu_seq_lens_k", cu_seqlens_k, k.shape[:2])
-    if cu_seqlens_q is cu_seqlens_k and q.shape[:2] != k.shape[:2]:
+    if _are_of_other_keys(cu_seqlens_q, cu_seqlens_k, q.shape[:2], k.shape[:2]):
         raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k are one tensor, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
-            f"in each of {q.shape[0]} rows; an adapter with keys of its own before the others (PEFT's prefix tuning) needs padded batches"
+            f"cu_seq_lens_q and cu_seq_lens_k are the same, but {type(module).__name__} has {q.shape[1]} queries and {k.shape[1]} keys "
+            f"in each of {q.shape[0]} rows; an adapter with keys of its own before the others (PEFT's prefix tuning) needs padded batches, "
+            "layers that are checkpointed need use_cache=False"
         )
     seq_idx = kwargs.get("seq_idx")  # numbers of the same documents, for layers that go by them
     if isinstance(seq_idx, torch.Tensor) and seq_idx.shape != q.shape[:2]:
@@ -403,6 +404,17 @@ def _given_documents(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, 
         q.shape[0] * q.shape[1] if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] * k.shape[1] if max_seqlen_k is None else max_seqlen_k,
     )
+
+
+def _are_of_other_keys(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, queries: torch.Size, keys: torch.Size) -> bool:
+    """Whether queries and keys have the same bounds, but not as many tokens. Of one tensor, what moves a batch to a GPU makes two, and so
+    does what detaches (reentrant checkpointing). Only with gradients are the values of two looked at, which waits for the GPU: continuous
+    batching has more keys than queries in every layer."""
+    one = cu_seqlens_q is cu_seqlens_k
+    alike = (cu_seqlens_q.shape, cu_seqlens_q.device) == (cu_seqlens_k.shape, cu_seqlens_k.device)
+    if not one and (tracing.is_compiling() or not (alike and torch.is_grad_enabled())):
+        return False
+    return queries != keys and (one or torch.equal(cu_seqlens_q, cu_seqlens_k))
 
 
 def _check_not_cut(module: torch.nn.Module, name: str, cu_seqlens: torch.Tensor, shape: torch.Size) -> None:

@@ -1442,13 +1442,15 @@ def test_documents_travel_in_the_mask(lost, device):
     assert calls[layer] == ["documents"]
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(5, SEQLEN), (SEQLEN, 5)])
-def test_documents_of_queries_are_not_those_of_other_keys(queries, keys, device):
-    """As PEFT's prefix tuning makes them of a packed batch."""
+def test_documents_of_queries_are_not_those_of_other_keys(queries, keys, moved, device):
+    """As PEFT's prefix tuning makes them of a packed batch; what moves one to a GPU makes two tensors of one."""
     q, k, v = qkv(device, batch=1, seqlen_q=queries, seqlen_k=keys)
     bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+    other = bounds.clone() if moved else bounds
     with pytest.raises(ValueError, match=f"{queries} queries and {keys} keys .* prefix tuning.* needs padded batches"):
-        attention(Layer(), q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=3, max_length_k=3)
+        attention(Layer(), q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=other, max_length_q=3, max_length_k=3)
 
 
 @pytest.mark.parametrize("numbers", ["beside padding", "that come back"])
