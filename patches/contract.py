@@ -52,7 +52,8 @@ def _reason_not_packable(model: PreTrainedModel, attention_layers: Collection[nn
         return "it is made of several models, and its get_decoder() does not say which of them is its language model"
     if base is not base_of(model):
         for above in (module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not base):
-            if any(module is base for module in above.modules()) and not _hands_on_the_mask(_forward_tree(type(above))):
+            inside = [name for name, child in above.named_children() if any(module is base for module in child.modules())]
+            if inside and not _hands_on_the_mask(_forward_tree(type(above)), {"base_model", *inside}):
                 return f"it is made of several models, and its {type(above).__name__} does not hand its attention_mask on as it came"
     if len(attention_layers) != layers:
         return f"it has {layers} layers, and the attention of {len(attention_layers)} runs on hf_flash2"
@@ -111,12 +112,12 @@ def _hands_on_keyword_arguments(module_class: type) -> bool:
     return any(keyword.arg is None and ast.unparse(keyword.value) == "kwargs" for call in calls for keyword in call.keywords)
 
 
-def _hands_on_the_mask(tree: ast.AST) -> bool:
-    """Whether a forward gives its attention_mask to the model inside, and never another by that name."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self."))
-    handed_on = any(keyword.arg == ast.unparse(keyword.value) == "attention_mask" for call in calls for keyword in call.keywords)
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "attention_mask")
-    return handed_on and all(isinstance(name.ctx, ast.Load) for name in names)
+def _hands_on_the_mask(tree: ast.AST, names: set[str]) -> bool:
+    """Whether a forward gives its attention_mask, and never another by that name, to the model inside wherever it calls that."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"self.{name}" for name in names}]
+    given = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}.get("attention_mask") for call in calls]
+    stored = any(isinstance(x, ast.Name) and x.id == "attention_mask" and not isinstance(x.ctx, ast.Load) for x in ast.walk(tree))
+    return set(given) == {"attention_mask"} and not stored
 
 
 def gives_keyword_argument(module_class: type, name: str) -> bool:

@@ -231,6 +231,26 @@ def test_a_model_that_makes_its_mask_above_the_language_model_is_refused():
         hf_flash2.patch(model, packed=True)
 
 
+def gives_another(self, input_ids, attention_mask=None, pixel_values=None, **kwargs):
+    mask = attention_mask.clone()
+    self.get_image_features(pixel_values, attention_mask=attention_mask)
+    return self.language_model(input_ids, attention_mask=mask, **kwargs)
+
+
+def gives_it_once(self, input_ids, attention_mask=None, past_key_values=None, **kwargs):
+    if past_key_values is not None:
+        return self.language_model(input_ids, past_key_values=past_key_values, **kwargs)
+    return self.language_model(input_ids, attention_mask=attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("forward", [gives_another, gives_it_once])
+def test_the_language_model_has_to_be_given_the_mask_itself(forward, monkeypatch):
+    model = llava()
+    monkeypatch.setattr(type(model.model), "forward", forward)
+    with pytest.raises(ValueError, match="its LlavaModel does not hand its attention_mask on as it came"):
+        hf_flash2.patch(model, packed=True)
+
+
 def test_a_language_model_that_nobody_names_is_refused(monkeypatch):
     model = llava()
     monkeypatch.setattr(type(model.model), "get_decoder", lambda self: None)
