@@ -297,6 +297,8 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant, padding, devi
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_layer_that_is_checkpointed_with_a_cache_is_refused(family, implementation, layout, device):
     """As eager attention fails: by torch's wrapper, which leaves use_cache alone, the second run finds the keys of the first."""
+    if VERSION < (5, 0) and (family, layout) == ("gpt2", "documents"):
+        pytest.skip("its layers are not told of documents, and by position_ids they are known without a cache alone")
     model = tiny.model(family, device=device, dtype=DTYPES[0]).train()
     mask, ids = tiny.attention_mask("right", device), tiny.tokens(device)
     if layout == "padded":
