@@ -258,6 +258,8 @@ def logit_steps(model_class: type) -> tuple[LogitStep, ...]:
 def _logit_steps(tree: ast.AST) -> tuple[LogitStep, ...]:
     steps = []
     for statement in tree.body[0].body:
+        if "self.loss_function(" in ast.unparse(statement):  # behind it is another matter
+            break
         if isinstance(statement, ast.If) and not statement.orelse and (number := _asked_for(statement.test)) is not None:
             found = [_logit_step(inner, names=number) for inner in statement.body]
             steps += found if all(found) else []
@@ -300,7 +302,7 @@ def _reason_loss_is_own(model_class: type) -> str | None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if not any(isinstance(part, ast.Name) and part.id in _PLAIN for part in ast.walk(target)):
                     continue
-                if node.lineno in known_steps or _adds_the_loss_of_a_router(node, parents):
+                if node.lineno in known_steps or _adds_the_loss_of_a_router(node, tree, parents):
                     continue
                 plain = isinstance(node, ast.Assign) and isinstance(target, ast.Name) and _is_plain(target.id, node.value)
                 if not plain:
@@ -310,8 +312,6 @@ def _reason_loss_is_own(model_class: type) -> str | None:
             target = getattr(parents[node], "targets", [None])[0]
             if not (_is_plain_loss(node, tree.body[0].args.kwarg) and isinstance(target, ast.Name) and target.id == "loss"):
                 return f"its forward has {ast.unparse(_statement(node, parents))}"
-            if any(line > node.lineno for line in known_steps):
-                return "its forward changes its logits behind the loss"
         elif isinstance(node, ast.Name) and node.id in ("logits", "loss") and not _only_hands_on(node, parents):
             statement = _statement(node, parents)
             if statement.lineno not in known_steps:
@@ -324,11 +324,11 @@ _WANTED = re.compile(
 )  # as wants_router_logits
 
 
-def _adds_the_loss_of_a_router(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+def _adds_the_loss_of_a_router(node: ast.AST, tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """loss += ... where router logits are wanted: the packed loss is for calls that do not (wants_router_logits)."""
     if not (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "loss" and isinstance(node.op, ast.Add)):
         return False
-    assigned = (x for x in ast.walk(_root(node, parents)) if isinstance(x, ast.Assign))
+    assigned = (x for x in ast.walk(tree) if isinstance(x, ast.Assign))
     wanted = [ast.unparse(x.value) for x in assigned if [*map(ast.unparse, x.targets)] == ["output_router_logits"]]
     if len(wanted) != 1 or not _WANTED.fullmatch(wanted[0]):
         return False
@@ -372,12 +372,6 @@ def _only_hands_on(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Call):
         return ast.unparse(parent.func) == "self.loss_function" or isinstance(parents[parent], ast.Return)
     return isinstance(parent, ast.Tuple)  # (loss,) + output
-
-
-def _root(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
-    while node in parents:
-        node = parents[node]
-    return node
 
 
 def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
