@@ -411,10 +411,10 @@ def _are_of_other_keys(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, q
     does what detaches (reentrant checkpointing). Only with gradients are the values of two looked at, which waits for the GPU: continuous
     batching has more keys than queries in every layer."""
     one = cu_seqlens_q is cu_seqlens_k
-    alike = (cu_seqlens_q.shape, cu_seqlens_q.device) == (cu_seqlens_k.shape, cu_seqlens_k.device)
-    if not one and (tracing.is_compiling() or not (alike and torch.is_grad_enabled())):
+    if (tracing.is_compiling() and not one) or queries == keys:
         return False
-    return queries != keys and (one or torch.equal(cu_seqlens_q, cu_seqlens_k))
+    may_look = torch.is_grad_enabled() and cu_seqlens_q.device == cu_seqlens_k.device
+    return one or (may_look and torch.equal(cu_seqlens_q, cu_seqlens_k))
 
 
 def _check_not_cut(module: torch.nn.Module, name: str, cu_seqlens: torch.Tensor, shape: torch.Size) -> None:
