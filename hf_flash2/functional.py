@@ -67,7 +67,7 @@ def flash_attn_func(
         ValueError: an argument no kernel accepts, with its value and what to do.
     """
     return _attention(
-        _check_batch, q, k, v, None, None, None, None, None,
+        check_batch, q, k, v, None, None, None, None, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def flash_attn_ranges_func(
     if isinstance(key_mask, torch.Tensor) and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
     return _attention(
-        _check_batch, q, k, v, ranges_q, ranges_k, key_mask, None, None,
+        check_batch, q, k, v, ranges_q, ranges_k, key_mask, None, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError("block_table is for flash_attn_with_kvcache; this function takes k and v as plain tensors")
     return _attention(
-        _check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _integer(max_seqlen_q), _integer(max_seqlen_k),
+        check_packed, q, k, v, cu_seqlens_q, cu_seqlens_k, None, _integer(max_seqlen_q), _integer(max_seqlen_k),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
     )  # fmt: skip
 
@@ -158,7 +158,33 @@ def _attention(
     check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux,
 ):  # fmt: skip
-    """Every function above: `check` is what it asks of its tensors; max_seqlen_q and _k are None for dense ones.
+    """Every function above."""
+    q, k, v, sequences, plan, values, padded = prepare(
+        check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux,
+    )  # fmt: skip
+    if plan is not None and not return_attn_probs and not padded and s_aux is None:
+        dense = sequences[0] is sequences[1] is sequences[3] is None
+        return plan.attention(q, k, v, ops.DENSE if dense else sequences)
+    if plan is not None:
+        out, softmax_lse = plan.attention_with_lse(q, k, v, sequences)
+    elif ops.is_transformed():
+        out, softmax_lse = ops.forward_transformed(q, k, v, sequences, values)
+    else:
+        out, softmax_lse = ops.forward(q, k, v, *sequences, *values)
+    if padded:
+        out = out[..., :padded]
+    return (out, softmax_lse, None) if return_attn_probs else out
+
+
+def prepare(
+    check, q, k, v, seqlens_q, seqlens_k, key_mask, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux,
+):  # fmt: skip
+    """q, k, v and the sequences as the ops take them, the plan of the call, or None and the op's numbers, and v's head dim where out is
+    padded, else 0.
+
+    `check` is what a function above asks of its tensors; max_seqlen_q and _k are None for dense ones.
 
     PERF: on the host of an H200, checking and packing take longer than a short kernel, so what has passed is not checked again: a call is
     looked up by everything that the checks look at. (But for the values of cu_seqlens, which nobody looks at on a GPU.)
@@ -166,7 +192,7 @@ def _attention(
     if not isinstance(deterministic, bool) and deterministic is not None and not _is_truth(deterministic):
         raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    key, plan, padded = None, None, 0
+    key, plan, values, padded = None, None, None, 0
     if not tracing.is_compiling() and _on_gpu(q) and ops.plain(q, k, v) and (s_aux is None or _is_plain(s_aux)):
         try:
             key = (
@@ -179,7 +205,7 @@ def _attention(
             key = None
     if plan is None:
         check(q, k, v, seqlens_q, seqlens_k, key_mask)
-        if check is _check_batch:
+        if check is check_batch:
             max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
         else:
             _check_bound("max_seqlen_q", max_seqlen_q, seqlens_q)
@@ -200,21 +226,9 @@ def _attention(
                 ops.keep(key, plan, padded)
     # Drawn as a tensor on the device: repeatable under manual_seed and checkpointing, capturable, and never a host synchronisation.
     rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    if plan is not None and not return_attn_probs and not padded and s_aux is None:
-        dense = seqlens_q is seqlens_k is rng_state is None
-        return plan.attention(q, k, v, ops.DENSE if dense else (seqlens_q, seqlens_k, key_mask, rng_state, None))
     if s_aux is not None:
         s_aux = cast_sinks(s_aux, q)
-    sequences = (seqlens_q, seqlens_k, key_mask, rng_state, s_aux)
-    if plan is not None:
-        out, softmax_lse = plan.attention_with_lse(q, k, v, sequences)
-    elif ops.is_transformed():
-        out, softmax_lse = ops.forward_transformed(q, k, v, sequences, values)
-    else:
-        out, softmax_lse = ops.forward(q, k, v, *sequences, *values)
-    if padded:
-        out = out[..., :padded]
-    return (out, softmax_lse, None) if return_attn_probs else out
+    return q, k, v, (seqlens_q, seqlens_k, key_mask, rng_state, s_aux), plan, values, padded
 
 
 def _on_gpu(x: torch.Tensor) -> bool:
@@ -276,7 +290,7 @@ def cast_sinks(s_aux: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
-def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
+def check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
     given = {"ranges_q": ranges_q, "ranges_k": ranges_k, "key_mask": key_mask}
     check_are_tensors(q=q, k=k, v=v, **{name: x for name, x in given.items() if x is not None})
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -304,7 +318,7 @@ def _check_batch(q, k, v, ranges_q, ranges_k, key_mask) -> None:
             raise ValueError(f"key_mask must be on {q.device}, as q is, got one on {key_mask.device}")
 
 
-def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
+def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _) -> None:
     check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import context_parallel, ops, packing, tracing
+from . import blocks, context_parallel, ops, packing, tracing
 from .functional import check_rises, flash_attn_func, flash_attn_ranges_func, flash_attn_varlen_func
 from .kvcache import flash_attn_with_kvcache
 from .masks import (
@@ -27,6 +27,7 @@ from .masks import (
     Sequences,
     attach,
     band,
+    holds_blocks,
     holds_documents,
     is_certainly_ours,
     is_spread,
@@ -60,6 +61,7 @@ _INCOMPLETE = {
     "block_table": "says where keys lie, without cu_seq_lens_k, which says how many there are",
     "read_index": "says where keys lie, without write_index and cu_seq_lens_k",
 }
+_BLOCKS = "its mask has blocks of tokens that see all of themselves, as those of images may"
 _GIVEN_4D = "a 4-D attention mask was given"
 # These layers hand on a window that their masks do not have: that of their model's encoder, as they see all of the context, or whatever
 # sliding_window was put into their config, which does not declare one.
@@ -180,7 +182,7 @@ def attend(
     if isinstance(known, Sequences) and known.causal is not None:  # some layers say is_causal=False because there is a mask
         by_hand = set_by_hand(module)
         causal = known.causal if by_hand is None else by_hand
-        attention_mask = None if known.whole else attention_mask
+        attention_mask = None if known.whole and known.block_ids is None else attention_mask
     options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
     options |= {"deterministic": bool(kwargs.get("deterministic")), "causal": causal, "window_size": window_of(causal, sliding_window)}
     shards = context_parallel.active()
@@ -215,25 +217,44 @@ def _attend_whole(
         )
     sequences, documents, dense_mask = _layout(module, attention_mask, q, k, kwargs)
     reason = _reason_for_sdpa(q, v, dense_mask)
+    has_blocks = sequences is not None and sequences.block_ids is not None
+    if reason is None and has_blocks:
+        reason = _reason_not_in_blocks(q, options["causal"])
     if reason is None:
         out = _run_kernel(module, q, k, v, sequences, documents, options)
         record_backend(module)
         return out
     softcap = options["softcap"]
     _fall_back(module, reason, capped=bool(softcap))
+    if has_blocks:
+        dense_mask = sequences.visible(q.shape[1], options["causal"], sliding_window)
+        sequences = documents = None
     dropout, scaling, causal, s_aux = (options[name] for name in ("dropout_p", "softmax_scale", "causal", "s_aux"))
     return _sdpa(q, k, v, sequences, documents, dense_mask, dropout, scaling, causal, sliding_window, s_aux, softcap)
 
 
+def _reason_not_in_blocks(q: torch.Tensor, causal: bool) -> str | None:
+    where = {
+        "compiled": tracing.is_compiling(), "inside torch.func": ops.is_transformed(), "without values": q.is_meta, "not causal": not causal
+    }  # fmt: skip
+    return next((f"{_BLOCKS}, and it is {name}" for name, found in where.items() if found), None)
+
+
 def _run_kernel(module, q, k, v, sequences, documents, options: dict[str, Any]) -> torch.Tensor:
+    found = None if sequences is None or sequences.block_ids is None else sequences.blocks()
+    ranges = None
+    if documents is None and sequences is not None and not sequences.whole:
+        padded = sequences.padded(q.shape[1], same_tokens=options["window_size"] != (-1, -1))
+        ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
+    if found is not None:
+        record(module, "blocks")
+        return blocks.attention(found, q, k, v, documents=documents, ranges=ranges, **options)
     if documents is not None:
         record(module, "documents")
         packed = (x.flatten(0, 1) for x in (q, k, v))
         return flash_attn_varlen_func(*packed, *documents, **options).unflatten(0, q.shape[:2])
-    if sequences is not None:
+    if ranges is not None:
         record(module, "padded")
-        padded = sequences.padded(q.shape[1], same_tokens=options["window_size"] != (-1, -1))
-        ranges = (padded.ranges_q, padded.ranges_k, padded.key_mask)
         return flash_attn_ranges_func(q, k, v, *ranges, **options)
     record(module, "dense")
     return flash_attn_func(q, k, v, **options)
@@ -268,7 +289,8 @@ def _check_shards(
         holds_documents(attention_mask) or getattr(attention_mask, ATTRIBUTE, None) == MAYBE_DOCUMENTS
     )
     if not (attention_mask is None or masked or of_documents):
-        _refuse_shards(module, getattr(attention_mask, ATTRIBUTE, _GIVEN_4D))
+        has_blocks = attention_mask is not None and holds_blocks(attention_mask)
+        _refuse_shards(module, _BLOCKS if has_blocks else getattr(attention_mask, ATTRIBUTE, _GIVEN_4D))
     config, mask = getattr(module, "config", None), attention_mask if masked else None
     forward = context_parallel.forwards.get(id(config))
     if forward is None or not forward.covers(module, config, position_ids, mask):
@@ -335,7 +357,7 @@ def _refuse(module: torch.nn.Module, name: str) -> None:
 
 
 def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Documents | None, torch.Tensor | None]:
-    """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask)."""
+    """Where the sequences are: at most one of (a padded batch, documents, a 4-D mask); with blocks these as the first, too."""
     if attention_mask is None:
         documents = _given_documents(module, q, k, kwargs) or _restarting_documents(module, q, k, kwargs.get("position_ids"))
         return None, documents, None
@@ -350,14 +372,14 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Doc
         if getattr(attention_mask, ATTRIBUTE, None) == MAYBE_DOCUMENTS:
             return None, documents, None
         return None, None, _within_documents(attention_mask, documents, q.shape[:2], k.shape[:2])
-    if attention_mask.dim() != 2 and not holds_documents(attention_mask):
+    if attention_mask.dim() != 2 and not (holds_documents(attention_mask) or holds_blocks(attention_mask)):
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {list(attention_mask.shape)}")
     if attention_mask.shape[0] != q.shape[0]:
         raise ValueError(f"attention_mask must have a row for each of the {q.shape[0]} of the batch, got {list(attention_mask.shape)}")
     sequences = Sequences.read(attention_mask, q.shape[1], k.shape[1])
     documents = _given_documents(module, q, k, kwargs)
     if sequences.starts is not None:
-        return None, documents or sequences.documents(), None
+        return None if sequences.block_ids is None else sequences, documents or sequences.documents(), None
     if documents is not None:
         if tracing.is_compiling():
             raise ValueError(

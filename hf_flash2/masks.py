@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import notices, packing, tracing
+from . import blocks, notices, packing, tracing
 
 masking_utils: ModuleType | None = None  # of Transformers: registration.py finds it
 
@@ -28,6 +28,8 @@ masking_utils: ModuleType | None = None  # of Transformers: registration.py find
 #                            for all (strides 0) = nothing is padded
 #   uint8 [B, 2 * Sk]        static cache, causal: real keys | columns before the first query
 #   uint8 [B, 2, Sk]         documents, no cache: real keys, first token of each document; likewise uint16 or uint32
+#   int32 [B, 2 or 3, Sk]    causal, with blocks of tokens that see all of themselves, no cache: real keys, number of the block that each
+#                            token belongs to (-1: none), and where there are documents, first token of each
 #   bool  [B, 1, Sq, Sk]     no plain pattern: for SDPA
 # An attribute on the same tensor, a `Sequences` (a reason for the last form), spares the layers deriving the same again; what detaches
 # (reentrant checkpointing) or copies a mask loses it, and a copy has other strides. A model may hand its mask to a decoder that asks for
@@ -39,6 +41,7 @@ MAYBE_DOCUMENTS = (
     "max_length_q/k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
 )
 _CUSTOM_PATTERN = "its mask is no plain causal, bidirectional, sliding-window or document pattern"
+_WIDE_BLOCKS = "its mask has a block of tokens that see all of themselves which is longer than its sliding window"
 _ONE_SHORT = "its layers would leave out the last token on either side of its bidirectional window"
 _AS_WIDE = "an attention_mask has to be as wide as input_ids and what a cache holds before them"
 UNSAID_WINDOW = "its layers leave their sliding window to the mask"
@@ -68,12 +71,14 @@ class Sequences:
         starts: torch.Tensor | None = None,
         causal: bool | None = None,
         whole: bool = False,
+        block_ids: torch.Tensor | None = None,
     ):
         self.key_mask = key_mask  # bool [B, Sk]
         self.q_offset = q_offset  # key column of the first query; None = Sk - Sq
         self.starts = starts  # bool [B, Sk], first tokens of documents, or None
         self.causal = causal  # what the mask function was told; None = not known
-        self.whole = whole  # nothing is padded: the mask is there for the sake of `causal`
+        self.whole = whole  # nothing is padded: the mask is there for the sake of `causal`, or of the blocks
+        self.block_ids = block_ids  # int [B, Sk], of tokens that see all others with the same number; -1 = none; None = no blocks
         self._derived: dict[Any, Any] = {}
 
     @classmethod
@@ -86,6 +91,9 @@ class Sequences:
             return attached
         if holds_documents(mask):
             return cls(mask[:, 0].bool(), 0, mask[:, 1].bool(), _coded(mask))
+        if holds_blocks(mask):
+            starts = mask[:, 2].bool() if mask.shape[1] == 3 else None
+            return cls(mask[:, 0].bool(), 0, starts, causal=True, block_ids=mask[:, 1])
         width = mask.shape[1]
         if _coded(mask) is not None and width == seqlen_k and not any(mask.stride()):
             return cls(mask.bool(), causal=_coded(mask), whole=True)
@@ -109,6 +117,17 @@ class Sequences:
         """The documents of the flattened batch, or None when each row is one. Synchronises with the host, once per forward."""
         return self._once("documents", lambda: Documents.same(packing.documents_from_starts(self.starts)))
 
+    def blocks(self) -> blocks.Blocks | None:
+        """The blocks of the flattened batch, or None where no token sees one behind it. Synchronises with the host, once per forward."""
+        return self._once("blocks", lambda: blocks.find(self.block_ids, self._sequence_numbers(), self.key_mask))
+
+    def _sequence_numbers(self) -> torch.Tensor:
+        """int64 [B, Sk]: of the row, or the document, that each token belongs to."""
+        if self.starts is not None:
+            return self.starts.flatten().cumsum(0).view_as(self.starts)
+        rows, columns = self.key_mask.shape
+        return torch.arange(rows, device=self.key_mask.device).unsqueeze(1).expand(rows, columns)
+
     def has_padding(self) -> bool:
         """Synchronises with the host, once per forward."""
         return self._once("padding", lambda: not bool(self.key_mask.all()))
@@ -124,7 +143,12 @@ class Sequences:
         """bool [B, 1, Sq, Sk]: the same sequences as a dense mask."""
         seqlen_k = self.key_mask.shape[1]
         q_offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
-        return self.key_mask[:, None, None, :] & band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
+        seen = band(seqlen_q, seqlen_k, q_offset, causal, sliding_window, self.key_mask.device)
+        if self.block_ids is not None:  # queries and keys are the same tokens
+            numbers = self._sequence_numbers()
+            seen = (seen | blocks.behind(self.block_ids)) & (numbers[:, :, None] == numbers[:, None, :])
+            return self.key_mask[:, None, None, :] & seen.unsqueeze(1)
+        return self.key_mask[:, None, None, :] & seen
 
 
 def _refuse_width(described: int, seqlen_k: int) -> None:
@@ -195,6 +219,10 @@ def hf_flash2_mask(
     # Transformers looks for documents where there is no mask, and numbers them upwards; an overlay of somebody else's (use_vmap) need not.
     if pattern.documents is not None and (attention_mask is not None or (kwargs.get("use_vmap") and not _adds_documents(mask_function))):
         pattern = _Pattern(_CUSTOM_PATTERN)
+    if attention_mask is not None and holds_blocks(attention_mask):
+        if mask_function in (None, masking_utils.causal_mask_function):
+            return attention_mask
+        return attach(Sequences.read(attention_mask, q_length, q_length).visible(q_length, True, None), _CUSTOM_PATTERN)
     if attention_mask is not None and holds_documents(attention_mask):
         attached = getattr(attention_mask, ATTRIBUTE, None)
         if pattern.reason is None and isinstance(attached, Sequences) and attached.causal == pattern.causal:
@@ -202,6 +230,8 @@ def hf_flash2_mask(
         numbers = attention_mask[:, 1].bool().cumsum(1)
         mask_function = masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(numbers))
         pattern, attention_mask = pattern._replace(documents=numbers), None
+    if pattern.block_ids is not None:
+        pattern = _of_blocks(pattern, batch_size, attention_mask, q_length, kv_length, kv_offset)
     if pattern.reason is not None:
         queries = {"q_length": q_length, "q_offset": q_offset} if cache_position is None else {"cache_position": cache_position}
         mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
@@ -209,11 +239,16 @@ def hf_flash2_mask(
             **queries, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )  # fmt: skip
         return attach(mask, pattern.reason)
+    if pattern.block_ids is not None:
+        real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        real = real if attention_mask is None else _real_keys(attention_mask, kv_length, kv_offset)
+        starts = None if pattern.documents is None else _first_tokens(pattern.documents.expand(batch_size, -1))
+        sequences = Sequences(real, 0, starts, causal=True, whole=attention_mask is None, block_ids=pattern.block_ids)
+        return attach(mask_of_blocks(sequences), sequences)
     agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
     code = None if agree else _CAUSAL if pattern.causal else _BIDIRECTIONAL
     if pattern.documents is not None:
-        numbers = pattern.documents.expand(batch_size, -1)
-        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+        starts = _first_tokens(pattern.documents.expand(batch_size, -1))
         real = torch.ones_like(starts)
         mask = torch.stack((real, starts), 1)
         return attach(mask.to(torch.uint8 if code is None else code), Sequences(real, 0, starts, pattern.causal))
@@ -244,9 +279,33 @@ def hf_flash2_mask(
     return attach(mask, Sequences(key_mask, q_offset, causal=pattern.causal))
 
 
+def mask_of_blocks(sequences: Sequences) -> torch.Tensor:
+    """The form for blocks listed above `ATTRIBUTE`, without the attribute."""
+    planes = (sequences.key_mask, sequences.block_ids, sequences.starts)
+    return torch.stack([plane.to(torch.int32) for plane in planes if plane is not None], 1)
+
+
+def _of_blocks(pattern: "_Pattern", batch_size: int, attention_mask, q_length: int, kv_length: int, kv_offset: int) -> "_Pattern":
+    """A pattern with blocks, their numbers one for each of the batch's tokens; another where it cannot be one of ours. Synchronises with
+    the host where a block might be longer than a window."""
+    ids = pattern.block_ids
+    of_all_tokens = kv_offset == 0 and kv_length == q_length == ids.shape[1] and ids.shape[0] in (1, batch_size)
+    if not (of_all_tokens and pattern.causal) or (attention_mask is not None and attention_mask.dim() != 2):
+        return _Pattern(_CUSTOM_PATTERN)
+    ids = ids.expand(batch_size, -1)
+    if pattern.narrower is not None and blocks.longest(ids) > pattern.narrower:
+        return _Pattern(_WIDE_BLOCKS)
+    return pattern._replace(block_ids=ids)
+
+
+def _first_tokens(numbers: torch.Tensor) -> torch.Tensor:
+    """bool [B, S] of the numbers of the documents that tokens belong to."""
+    return F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+
+
 def is_certainly_ours(mask: torch.Tensor, seqlen_k: int) -> bool:
     """Whether nobody but the mask function makes such: it is neither the first nor the last of the forms listed above `ATTRIBUTE`."""
-    return _coded(mask) is not None or holds_documents(mask) or _is_of_static_cache(mask, seqlen_k)
+    return _coded(mask) is not None or holds_documents(mask) or holds_blocks(mask) or _is_of_static_cache(mask, seqlen_k)
 
 
 def is_spread(mask: torch.Tensor) -> bool:
@@ -261,6 +320,11 @@ def _is_of_static_cache(mask: torch.Tensor, seqlen_k: int) -> bool:
 def holds_documents(mask: torch.Tensor) -> bool:
     """Whether it is the form for documents listed above `ATTRIBUTE`."""
     return mask.dim() == 3 and mask.shape[1] == 2 and mask.dtype in (torch.uint8, _CAUSAL, _BIDIRECTIONAL)
+
+
+def holds_blocks(mask: torch.Tensor) -> bool:
+    """Whether it is the form for blocks listed above `ATTRIBUTE`."""
+    return mask.dim() == 3 and mask.shape[1] in (2, 3) and mask.dtype == torch.int32
 
 
 def _coded(mask: torch.Tensor) -> bool | None:
@@ -311,6 +375,8 @@ class _Pattern(NamedTuple):
     causal: bool = True
     documents: torch.Tensor | None = None  # [B or 1, S]: number of the document that each token belongs to
     half: bool = False  # a window without its causal side: only beside a causal pattern the one that layers hand on
+    block_ids: torch.Tensor | None = None  # [B or 1, S]: of tokens that see all others with the same number; -1 = none
+    narrower: int | None = None  # a window that does not bound what tokens of a block see of it, so must not be shorter than any
 
 
 def _read_pattern(mask_function, attention_mask, q_length: int, kv_length: int, kv_offset: int, kwargs: dict) -> _Pattern:
@@ -386,18 +452,23 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
         case "and_masks":
             parts = [_read_mask_function(part, keys_end, config) for part in closed_over["mask_functions"]]
             causal = any(part.causal for part in parts)
+            with_blocks = [part for part in parts if part.block_ids is not None]
+            if len(with_blocks) > 1 or (with_blocks and sum(part.causal for part in parts) > 1):  # which would cut them
+                return _Pattern(_CUSTOM_PATTERN)
             return _Pattern(
                 next((part.reason for part in parts if part.reason is not None), None),
                 causal,
                 next((part.documents for part in parts if part.documents is not None), None),
                 not causal and any(part.half for part in parts),
+                *(with_blocks[0][4:] if with_blocks else ()),
             )
         case "or_masks":
-            return _read_union(closed_over["mask_functions"], config)
+            return _read_union(closed_over["mask_functions"], keys_end, config)
         case "remap_positions_for_packed_sequence":
             within = closed_over["mask_function"]
-            # Chunks are of positions then, which may be any.
-            return _Pattern(_CUSTOM_PATTERN) if _has_chunks(within) else _read_mask_function(within, keys_end, config)
+            pattern = _read_mask_function(within, keys_end, config)
+            # Chunks are of positions then, which may be any, and so are the tokens whose blocks it looks up.
+            return _Pattern(_CUSTOM_PATTERN) if _has_chunks(within) or pattern.block_ids is not None else pattern
         case "packed_sequence_mask_function":
             return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
         case _ if name in _CHUNKS and closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
@@ -411,6 +482,13 @@ _CHUNKS = ("chunked_overlay", "_legacy_chunked_overlay")
 def _has_chunks(mask_function: Callable) -> bool:
     name, closed_over = _made_by(mask_function)
     return name in _CHUNKS or (name == "and_masks" and any(map(_has_chunks, closed_over["mask_functions"])))
+
+
+def _has_window(mask_function: Callable) -> bool:
+    name, closed_over = _made_by(mask_function)
+    if name == "remap_positions_for_packed_sequence":
+        return _has_window(closed_over["mask_function"])
+    return name == "sliding_window_overlay" or (name == "and_masks" and any(map(_has_window, closed_over["mask_functions"])))
 
 
 def _adds_documents(mask_function: Callable) -> bool:
@@ -430,9 +508,17 @@ def _made_by(mask_function: Callable) -> tuple[str, dict[str, Any]]:
     return mask_function.__qualname__.partition(".")[0], closed_over
 
 
-def _read_union(mask_functions: tuple[Callable, ...], config: Any) -> _Pattern:
-    """Of a causal pattern and its mirror image, as EmbeddingGemma asks for it: all keys are seen, or those less than a window away."""
+def _read_union(mask_functions: tuple[Callable, ...], keys_end: int, config: Any) -> _Pattern:
+    """Of a causal pattern and its mirror image, as EmbeddingGemma asks for it: all keys are seen, or those less than a window away; or of a
+    causal pattern and blocks of tokens that see all of themselves, as the images of Gemma 3."""
     mask_function, *overlays = mask_functions
+    if len(overlays) == 1 and getattr(overlays[0], "__module__", None) == masking_utils.__name__:
+        made_by, of_overlay = _made_by(overlays[0])
+        pattern = _read_mask_function(mask_function, keys_end, config)
+        if made_by == "blockwise_overlay" and pattern.causal and pattern.documents is None and pattern.block_ids is None:
+            window = getattr(config, "sliding_window", None) if _has_window(mask_function) else None
+            narrower = window if window is not None and window < keys_end else None
+            return pattern._replace(block_ids=of_overlay["block_sequence_ids"], narrower=narrower)
     name, closed_over = _made_by(mask_function)
     parts = closed_over["mask_functions"] if name == "and_masks" else (mask_function,)
     if len(overlays) != 1 or any(getattr(part, "__module__", None) != masking_utils.__name__ for part in parts):

@@ -171,10 +171,10 @@ class Plan:
     PERF: the dispatcher's two keys mean two more passes through Python; on the host of an H200 a call with autograd took 62 us that way.
     """
 
-    __slots__ = ("_layout", "_numbers")
+    __slots__ = ("_layout", "numbers")
 
     def __init__(self, layout: kernels.Layout, numbers: tuple):
-        self._layout, self._numbers = layout, numbers
+        self._layout, self.numbers = layout, numbers
 
     def attention(self, q, k, v, sequences: kernels.Sequences):
         """out, differentiable; without sinks."""
@@ -198,7 +198,7 @@ class Plan:
 
     def backward(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         """dq, dk, dv, dsinks (None where there are no sinks), below autograd."""
-        layout, deterministic = self._layout, self._numbers[-1]
+        layout, deterministic = self._layout, self.numbers[-1]
         try:
             return layout.backward(dout, dlse, q, k, v, out, softmax_lse, sequences, deterministic)[:4]
         except native.MisalignedError:
@@ -212,7 +212,7 @@ class Plan:
             or not plain(dout, q, k)
             or not self._layout.fits(q, k, v, out, softmax_lse, sequences)  # hooks of saved tensors may hand back what they like
         ):
-            return backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
+            return backward(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self.numbers)
         return self.backward(dout, dlse, q, k, v, out, softmax_lse, sequences)
 
 
@@ -270,14 +270,14 @@ def _below_autograd(op):
     return run
 
 
-def _refuse_jvp(ctx, *_):
+def refuse_jvp(ctx, *_):
     raise NotImplementedError("hf_flash2 attention has no forward-mode derivative; use attn_implementation='eager' where one is needed")
 
 
 class _Attention(torch.autograd.Function):
     """forward and backward of a Plan as one differentiable function."""
 
-    jvp = staticmethod(_refuse_jvp)
+    jvp = staticmethod(refuse_jvp)
 
     @staticmethod
     def forward(ctx, plan, q, k, v, sequences):  # few arguments: each costs time
@@ -297,14 +297,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionWithLse(torch.autograd.Function):
-    """The same, of a Plan or _Dispatched, with softmax_lse for a second result, and with sinks, which are in `sequences`, too.
+    """The same, of a Plan or Dispatched, with softmax_lse for a second result, and with sinks, which are in `sequences`, too.
 
     PERF: autograd takes time for each result: one where nobody asks for two. Registered by hand under the Autograd key;
     torch.library.register_autograd costs 47 us a call on the host, this 13 (2-core EPYC).
     """
 
     generate_vmap_rule = True  # inside torch.func.vmap, of gradients of each sample for one: the dispatcher runs the op for each
-    jvp = staticmethod(_refuse_jvp)
+    jvp = staticmethod(refuse_jvp)
 
     @staticmethod
     def forward(plan, q, k, v, sinks, sequences):
@@ -333,29 +333,29 @@ _apply_planned = super(torch.autograd.Function, _Attention).apply
 _apply_with_lse = super(torch.autograd.Function, _AttentionWithLse).apply
 
 
-class _Dispatched:
+class Dispatched:
     """What a Plan is for, through the dispatcher's keys below autograd: for all that is not planned."""
 
-    __slots__ = ("_numbers",)
+    __slots__ = ("numbers",)
 
     def __init__(self, numbers: tuple):
-        self._numbers = numbers
+        self.numbers = numbers
 
     def forward(self, q, k, v, sequences):
-        return _DISPATCHED[0](q, k, v, *sequences, *self._numbers)
+        return _DISPATCHED[0](q, k, v, *sequences, *self.numbers)
 
     def differentiate(self, dout, dlse, q, k, v, out, softmax_lse, sequences):
         run = backward if _records_gradient() else _DISPATCHED[1]
         if _transforms() is not None:
             run = _AttentionGradient.apply
-        return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self._numbers)
+        return run(dout, dlse, q, k, v, out, softmax_lse, *sequences, *self.numbers)
 
 
 class _AttentionGradient(torch.autograd.Function):
     """backward, with a clear refusal to be differentiated once more."""
 
     generate_vmap_rule = True
-    jvp = staticmethod(_refuse_jvp)
+    jvp = staticmethod(refuse_jvp)
 
     @staticmethod
     def forward(*args):
@@ -376,12 +376,12 @@ def _forward_autograd(*args):
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # which torch.no_grad() does not end
         return _DISPATCHED[0](*args)
     if _transforms() is None:
-        return _AttentionWithLse.apply(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
+        return _AttentionWithLse.apply(Dispatched(args[8:]), *args[:3], args[7], args[3:8])
     # While torch.func.grad is compiled: only the level that this key belongs to records, as for operators of torch.
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return _apply_with_lse(_Dispatched(args[8:]), *args[:3], args[7], args[3:8])
+        return _apply_with_lse(Dispatched(args[8:]), *args[:3], args[7], args[3:8])
 
 
 def _records_gradient() -> bool:
@@ -395,7 +395,7 @@ def _backward_autograd(*args):
 
 def forward_transformed(q, k, v, sequences, numbers):
     """`forward` inside torch.func.grad and its like, which take a differentiable function, but not the operation that runs one."""
-    return _AttentionWithLse.apply(_Dispatched(numbers), q, k, v, sequences[4], sequences)
+    return _AttentionWithLse.apply(Dispatched(numbers), q, k, v, sequences[4], sequences)
 
 
 _library.impl("flash_attn_forward", _forward_autograd, "Autograd")

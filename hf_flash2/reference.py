@@ -91,8 +91,9 @@ def attention_backward(
         heads_k = k.shape[-2]
         qs, ks, vs = s.take(q, s.q_rows), s.take(k, s.k_rows), s.take(v, s.k_rows)
         scores = _scores(s, qs, ks, compute, softmax_scale, window_left, window_right, softcap)
-        # float64 inputs recompute lse: the stored one is float32
-        row_lse = _row_lse(scores, sinks) if compute == torch.float64 else _regroup(s.take_lse(softmax_lse), heads_k)
+        row_lse = _regroup(s.take_lse(softmax_lse), heads_k)
+        if compute == torch.float64:
+            row_lse = _without_rounding(row_lse, _row_lse(scores, sinks))
         probs = _probabilities(scores, row_lse)
         do = _group(s.take(dout, s.q_rows), heads_k).to(compute)
         delta = (do * _group(s.take(out, s.q_rows), heads_k).to(compute)).sum(-1, keepdim=True)
@@ -243,6 +244,11 @@ def _row_lse(scores, sinks):
     if sinks is None:
         return row_lse
     return row_lse.logaddexp(_beside(sinks, row_lse).squeeze(-1)).masked_fill(row_lse == -math.inf, -math.inf)
+
+
+def _without_rounding(stored, own):
+    """The softmax_lse of float64 scores: `own`, of which `stored` is the float32; or where that is of more keys than these, its value."""
+    return torch.where(own.isinf(), own, own + (stored.to(own.dtype) - own.float().to(own.dtype)))
 
 
 def _beside(sinks, row_lse):

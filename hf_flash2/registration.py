@@ -157,7 +157,7 @@ _COMPATIBLE = "_compatible_flash_implementations"
 
 def reason_model_unsupported(model: torch.nn.Module) -> str | None:
     """Why a PreTrainedModel cannot be served, as a sentence that ends with what to do; None when it can."""
-    if not getattr(model, "_supports_flash_attn", False):
+    if not (getattr(model, "_supports_flash_attn", False) or _is_beyond_flash_for_its_blocks(type(model))):
         others = '"sdpa" or "eager"' if getattr(model, "_supports_sdpa", False) else '"eager"'
         return (
             "Transformers declares no flash attention for it (_supports_flash_attn), as where attention has a position bias or ALiBi, or "
@@ -193,12 +193,26 @@ def _calls_the_interface(model_class: type) -> bool:
 
 
 @functools.cache
+def _is_beyond_flash_for_its_blocks(model_class: type) -> bool:
+    """Whether Transformers takes back, for this model alone, that its kind runs on flash attention, and its masks have blocks of tokens
+    that see all of themselves, as images in Gemma 3 (from 5.24 on): other flash attention does without masks, so without these, too."""
+    own = _own_classes(model_class)
+    says = [vars(c)["_supports_flash_attn"] for c in own if "_supports_flash_attn" in vars(c)]
+    if not says or says[0] or not any(says):
+        return False
+    return any("block_sequence_ids" in body for body in _bodies_of_what_it_makes(model_class))
+
+
+@functools.cache
 def _always_finds_eager(model_class: type) -> bool:
     """Whether the model makes layers that find eager attention whatever its config names, as those of Kosmos-2.5's vision tower."""
+    return any(LOOKED_UP_AS_ATTRIBUTE.search(body) for body in _bodies_of_what_it_makes(model_class))
+
+
+def _bodies_of_what_it_makes(model_class: type) -> list[str]:
+    """The sources of the classes of a model, and of those in the same modules that it is made of."""
     own = _own_classes(model_class)
     source = "\n".join(source_of(name) for name in {c.__module__ for c in own})
-    if LOOKED_UP_AS_ATTRIBUTE.search(source) is None:
-        return False
     _, *parts = re.split(r"^class (\w+)", source, flags=re.MULTILINE)
     bodies = dict(zip(parts[::2], parts[1::2], strict=True))
     made, found = set(), {c.__name__ for c in own}
@@ -206,7 +220,7 @@ def _always_finds_eager(model_class: type) -> bool:
         name = found.pop()
         made.add(name)
         found |= set(re.findall(r"\b(\w+)\(", bodies.get(name, ""))) & bodies.keys() - made
-    return any(LOOKED_UP_AS_ATTRIBUTE.search(bodies.get(name, "")) for name in made)
+    return [bodies.get(name, "") for name in made]
 
 
 @functools.cache

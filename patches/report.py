@@ -81,7 +81,7 @@ class PatchReport:
         ]
         lines += [f"  skipped   {name}: {reason}" for name, reason in self.skipped.items()]
         routes = sum(self.layers.values(), Counter())
-        names = {"sdpa": "sdpa (torch's, not ours: a warning said why)"}
+        names = {"sdpa": "sdpa (torch's, not ours: a warning said why)", "blocks": "with images or a prefix that see all of themselves"}
         calls = ", ".join(f"{count} {names.get(route, route)}" for route, count in routes.items())
         uncalled = [name for name, of_layer in self.layers.items() if not of_layer]
         rest = f"; none of {len(uncalled)} layers, as {uncalled[0]}" if calls and uncalled else ""
