@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..masks import leaves_window_to_mask
@@ -113,11 +113,34 @@ def _hands_on_keyword_arguments(module_class: type) -> bool:
 
 
 def _hands_on_the_mask(tree: ast.AST, names: set[str]) -> bool:
-    """Whether a forward gives its attention_mask, and never another by that name, to the model inside wherever it calls that."""
+    """Whether a forward gives its attention_mask, and never another by that name, to the model inside wherever it calls that, or masks that
+    Transformers' functions make of it: where those are ours, they say all that packing has to know (packed.py looks at each)."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"self.{name}" for name in names}]
     given = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}.get("attention_mask") for call in calls]
     stored = any(isinstance(x, ast.Name) and x.id == "attention_mask" and not isinstance(x.ctx, ast.Load) for x in ast.walk(tree))
-    return set(given) == {"attention_mask"} and not stored
+    if stored or len(set(given)) != 1 or given[0] is None:
+        return False
+    return given[0] == "attention_mask" or (hasattr(masking_utils, "blockwise_overlay") and _is_made_as_a_mask(tree, given[0]))
+
+
+def _is_made_as_a_mask(tree: ast.AST, name: str) -> bool:
+    """Whether nothing is ever called so but masks of Transformers, by the kind of layer or not, and the attention_mask."""
+
+    def is_mask(value: ast.AST | None) -> bool:
+        if isinstance(value, ast.Dict):
+            return all(map(is_mask, value.values))
+        if isinstance(value, ast.Name):
+            return value.id in ("attention_mask", name)
+        return isinstance(value, ast.Call) and ast.unparse(value.func) in _MASKS | _MASKS_BY_KIND
+
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)]
+    assigned = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.NamedExpr))
+        and [*map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])] == [name]
+    ]
+    return bool(stored) and len(assigned) == len(stored) and all(map(is_mask, assigned))
 
 
 def gives_keyword_argument(module_class: type, name: str) -> bool:
@@ -130,6 +153,7 @@ def gives_keyword_argument(module_class: type, name: str) -> bool:
 
 
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
+_MASKS_BY_KIND = {"create_masks_for_generate", "create_masks_for_vision_model"}
 _USES_OF_A_MASK = _MASKS | {"mask_function", "isinstance", "self.warn_if_padding_and_no_attention_mask"}
 
 
@@ -228,11 +252,14 @@ class LogitStep:
     """A scale, or a part of a cap."""
 
     op: str  # "/", "*" or "tanh"
-    number: str | None  # where the model has it, as its forward says: "self.config.logits_scaling"; None there: there is no such step
+    number: (
+        str | None
+    )  # where the model has it, as its forward says: "self.config.logits_scaling", with "?" behind it if it may be missing;
+    # None there: there is no such step
     line: int  # of the forward
 
 
-_OF_THE_MODEL = re.compile(r"self(\.\w+|\.get_text_config\(\))+")
+_OF_THE_MODEL = re.compile(r"self(\.\w+|\.get_text_config\(\))+\??")
 
 
 def reason_loss_is_upstream(model: PreTrainedModel) -> str | None:
@@ -256,11 +283,12 @@ def logit_steps(model_class: type) -> tuple[LogitStep, ...]:
 
 
 def _logit_steps(tree: ast.AST) -> tuple[LogitStep, ...]:
-    steps = []
+    steps, named = [], {}
     for statement in tree.body[0].body:
+        named |= _names_a_number(statement)
         if "self.loss_function(" in ast.unparse(statement):  # behind it is another matter
             break
-        if isinstance(statement, ast.If) and not statement.orelse and (number := _asked_for(statement.test)) is not None:
+        if isinstance(statement, ast.If) and not statement.orelse and (number := _asked_for(statement.test, named)) is not None:
             found = [_logit_step(inner, names=number) for inner in statement.body]
             steps += found if all(found) else []
         elif (step := _logit_step(statement)) is not None:
@@ -268,13 +296,25 @@ def _logit_steps(tree: ast.AST) -> tuple[LogitStep, ...]:
     return tuple(steps)
 
 
-def _asked_for(test: ast.AST) -> dict[str, str] | None:
-    """Of `NUMBER is not None` the number, by the names that it then has; None of other tests."""
+def _names_a_number(statement: ast.stmt) -> dict[str, str]:
+    """Of NAME = getattr(WHERE, "number", None) the number, by its name."""
+    if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call) and isinstance(statement.targets[0], ast.Name)):
+        return {}
+    function, arguments = statement.value.func, statement.value.args
+    if ast.unparse(function) != "getattr" or len(arguments) != 3 or ast.unparse(arguments[2]) != "None":
+        return {}
+    where, number = arguments[:2]
+    return {statement.targets[0].id: f"{ast.unparse(where)}.{number.value}?"} if isinstance(number, ast.Constant) else {}
+
+
+def _asked_for(test: ast.AST, named: dict[str, str]) -> dict[str, str] | None:
+    """Of `NUMBER is not None` the number, by the names that it then has; None of other tests. named: what names stand for."""
     if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot) and ast.unparse(test.comparators[0]) == "None"):
         return None
-    named = test.left if isinstance(test.left, ast.NamedExpr) else None
-    number = ast.unparse(named.value if named else test.left)
-    return {named.target.id if named else number: number} if _OF_THE_MODEL.fullmatch(number) else None
+    walrus = test.left if isinstance(test.left, ast.NamedExpr) else None
+    asked = ast.unparse(walrus.value if walrus else test.left)
+    number = named.get(asked, asked)
+    return {walrus.target.id if walrus else asked: number} if _OF_THE_MODEL.fullmatch(number) else None
 
 
 def _logit_step(statement: ast.stmt, names: dict[str, str] | None = None) -> LogitStep | None:

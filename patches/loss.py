@@ -181,7 +181,10 @@ def _value(model: PreTrainedModel, expression: str) -> torch.Tensor | float | No
     """Of self.config.logits_scaling."""
     value = model
     for name in expression.split(".")[1:]:
-        value = value.get_text_config() if name == "get_text_config()" else getattr(value, name)
+        if name == "get_text_config()":
+            value = value.get_text_config()
+        else:
+            value = getattr(value, name[:-1], None) if name.endswith("?") else getattr(value, name)
     return value
 
 

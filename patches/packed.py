@@ -6,6 +6,8 @@ states back, so that everything above it sees a padded run. In training with lab
 What has to be right for the result to be that of the padded run:
 * positions are those of the padded run, not restarted: GPT-2's learned positions depend on the padding to the left of them; of several axes
   (Qwen-VL's) all;
+* blocks of tokens that see all of themselves, as the images of Gemma 3, go with their tokens: the model above hands on masks that say where
+  they are, in place of its own, one for each kind of layer, perhaps;
 * the sequences travel in keyword arguments (cu_seq_lens_*, max_length_*), which a checkpointed layer still has when it runs again in the
   backward;
 * a window counts padding between the tokens of a row, so such a row runs padded (the kernels read its mask);
@@ -21,6 +23,7 @@ import inspect
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
@@ -29,13 +32,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import context_parallel, ops, packing
 from ..interface import hf_flash2_attention
+from ..masks import ATTRIBUTE, Sequences, attach, mask_of_blocks
 from ..notices import CALLS, NAME
 from ..shareable import rope_parameters, rotates_by_length
 from .binding import by_name, upstream
 from .contract import CACHES
 
 PACKED = "packed"  # the route, in the report's counter, of a forward that ran packed; the other routes are reasons
-_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "visual_pos_masks")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "visual_pos_masks", "per_layer_inputs")
 _KNOWN = {*_PER_TOKEN, "attention_mask", "cache_position", "deepstack_visual_embeds"}
 
 
@@ -53,6 +57,20 @@ class Packing:
         """[batch, seqlen, ...] -> [1, T, ...]"""
         return x.flatten(0, 1).index_select(0, self.indices.to(x.device)).unsqueeze(0)
 
+    def pack_masks(
+        self, given: torch.Tensor | dict[str, torch.Tensor | None] | None
+    ) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+        """Masks of packed tokens; None where their bounds say all."""
+        if isinstance(given, dict):
+            return {kind: self.pack_masks(mask) for kind, mask in given.items()}
+        block_ids = getattr(getattr(given, ATTRIBUTE, None), "block_ids", None)
+        if block_ids is None:
+            return None
+        row = self.indices // self.seqlen
+        starts = F.pad(row[1:] != row[:-1], (1, 0), value=True).unsqueeze(0)
+        sequences = Sequences(torch.ones_like(starts), 0, starts, causal=True, block_ids=self.pack(block_ids))
+        return attach(mask_of_blocks(sequences), sequences)
+
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[1, T, ...] -> [batch, seqlen, ...], zero in the padding"""
         return packing.pad_input(x.squeeze(0), self.indices.to(x.device), self.batch, self.seqlen)
@@ -61,7 +79,8 @@ class Packing:
 def base_forward(module: PreTrainedModel, *args, **kwargs) -> ModelOutput | tuple:
     """The forward of a patched base model: upstream's, on packed tokens where the batch has padding to leave out."""
     inputs = by_name(module, args, kwargs)
-    if inputs.get("attention_mask") is None:
+    mask = inputs.get("attention_mask")
+    if mask is None or (isinstance(mask, dict) and all(of_kind is None for of_kind in mask.values())):
         return upstream(module, **inputs)
     packed = pack_inputs(module, inputs)
     if packed is None:
@@ -86,9 +105,11 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
         inputs: keyword arguments of the base model's forward, with an attention_mask.
     Synchronises with the host.
     """
-    reason = _reason_to_stay_padded(module, inputs)
-    layout = _layout(module, inputs["attention_mask"]) if reason is None else reason
-    if isinstance(layout, Packing) and _sees_padding(inputs):
+    given = inputs["attention_mask"]
+    real = _real_tokens(given)
+    reason = _reason_to_stay_padded(module, inputs, real)
+    layout = _layout(module, real) if reason is None else reason
+    if isinstance(layout, Packing) and _sees_padding(inputs, real):
         layout = "with images in the padding"
     vars(module)[CALLS][layout if isinstance(layout, str) else PACKED] += 1
     if isinstance(layout, str):
@@ -102,7 +123,8 @@ def pack_inputs(module: PreTrainedModel, inputs: dict) -> tuple[dict, Packing] |
     packed.pop("cache_position", None)
     cu_seqlens = layout.cu_seqlens.to(device)
     packed |= {
-        "attention_mask": None, "use_cache": False, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens,
+        "attention_mask": layout.pack_masks(given),
+        "use_cache": False, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens,
         "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
     }  # fmt: skip
     return packed, layout
@@ -114,9 +136,22 @@ def _pack(layout: Packing, name: str, x: torch.Tensor) -> torch.Tensor:
     return layout.pack(x.expand(layout.batch, *x.shape[1:]))
 
 
-def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict) -> str | None:
-    """Why this call cannot or need not be packed, as the report counts it; None when the mask decides."""
-    mask, shape, use_cache = inputs["attention_mask"], token_shape(inputs), inputs.get("use_cache")
+def _real_tokens(given: torch.Tensor | dict[str, torch.Tensor | None]) -> torch.Tensor | None:
+    """[B, S], non-zero = real, of the mask of a call, or of those that a model above has had made of it, one for each kind of layer; None
+    where they say something else than which tokens are real, and which are blocks."""
+    masks = [mask for mask in (given.values() if isinstance(given, dict) else [given]) if mask is not None]
+    if isinstance(given, torch.Tensor) and given.dim() == 2:
+        return given
+    known = [getattr(mask, ATTRIBUTE, None) for mask in masks]
+    if not all(isinstance(of, Sequences) and of.causal and of.starts is None and of.q_offset in (None, 0) for of in known):
+        return None
+    real = known[0].key_mask
+    return real if all(has_no_values(of.key_mask) or torch.equal(of.key_mask, real) for of in known[1:]) else None
+
+
+def _reason_to_stay_padded(module: PreTrainedModel, inputs: dict, mask: torch.Tensor | None) -> str | None:
+    """Why this call cannot or need not be packed, as the report counts it; None when the mask, of its real tokens, decides."""
+    shape, use_cache = token_shape(inputs), inputs.get("use_cache")
     if use_cache is None:  # in training nobody looks at it
         use_cache = not module.training and getattr(module.config, "use_cache", True)
     if use_cache or any(inputs.get(name) is not None for name in CACHES):
@@ -164,10 +199,10 @@ def _are_positions(module: PreTrainedModel, x: torch.Tensor, shape: torch.Size) 
     return axes in ((0, 1) if "mrope_section" in rope_parameters(module.config) else (0,)) and x.shape[axes + 1] == shape[1]
 
 
-def _sees_padding(inputs: dict) -> bool:
+def _sees_padding(inputs: dict, real: torch.Tensor) -> bool:
     """Whether a token of an image is left out, whose features the layers of Qwen3-VL are given apart, one for each."""
     visual = inputs.get("visual_pos_masks")
-    return visual is not None and bool((visual & ~inputs["attention_mask"].bool().to(visual.device)).any())
+    return visual is not None and bool((visual & ~real.bool().to(visual.device)).any())
 
 
 def _layout(module: PreTrainedModel, mask: torch.Tensor) -> Packing | str:

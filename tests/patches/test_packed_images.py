@@ -3,15 +3,18 @@ padded batch, the gradients of the vision tower too."""
 
 import copy
 
+import image_models
 import pytest
 import small_models
+import tiny_models
 import torch
 import transformers
 from hf_flash2.patches import packed
 from small_models import assert_close
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig, masking_utils
 
 import hf_flash2
+from hf_flash2 import masks, notices
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 IMAGE, VIDEO, BEGIN, END = 250, 251, 252, 253  # tokens
@@ -187,8 +190,9 @@ def test_what_a_decoder_has_a_name_for_may_be_of_rows():
     module = SeesRows(small_models.config("llama")).eval()
     module.config._attn_implementation = "hf_flash2"
     for given in (rows, [rows], (None, rows)):
-        assert packed._reason_to_stay_padded(module, inputs | {"cross_attention_states": given}) == "with cross_attention_states"
-        assert packed._reason_to_stay_padded(module, inputs | {"anything_else": given}) is None
+        mask = inputs["attention_mask"]
+        assert packed._reason_to_stay_padded(module, inputs | {"cross_attention_states": given}, mask) == "with cross_attention_states"
+        assert packed._reason_to_stay_padded(module, inputs | {"anything_else": given}, mask) is None
 
 
 def llava(**text) -> transformers.LlavaForConditionalGeneration:
@@ -219,8 +223,9 @@ def test_a_tower_of_another_kind():
     assert vars(output).keys() & {"image_hidden_states", "image_outputs"}  # for losses of one's own
 
 
-def test_a_model_that_makes_its_mask_above_the_language_model_is_refused():
-    """PaliGemma: images see all of themselves."""
+def test_a_model_that_makes_its_mask_above_the_language_model_is_refused(monkeypatch):
+    """PaliGemma, where Transformers has no masks of blocks that ours could read."""
+    monkeypatch.delattr(masking_utils, "blockwise_overlay", raising=False)
     vision = transformers.SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
     )
@@ -243,7 +248,19 @@ def gives_it_once(self, input_ids, attention_mask=None, past_key_values=None, **
     return self.language_model(input_ids, attention_mask=attention_mask, **kwargs)
 
 
-@pytest.mark.parametrize("forward", [gives_another, gives_it_once])
+def gives_one_that_it_changed(self, input_ids, attention_mask=None, **kwargs):
+    causal_mask = masking_utils.create_causal_mask(self.config, None, attention_mask, None)
+    causal_mask = causal_mask & causal_mask.roll(1)
+    return self.language_model(input_ids, attention_mask=causal_mask, **kwargs)
+
+
+def gives_one_of_several(self, input_ids, attention_mask=None, **kwargs):
+    for causal_mask in (attention_mask, None):
+        kwargs = self.language_model(input_ids, attention_mask=causal_mask, **kwargs)
+    return kwargs
+
+
+@pytest.mark.parametrize("forward", [gives_another, gives_it_once, gives_one_that_it_changed, gives_one_of_several])
 def test_the_language_model_has_to_be_given_the_mask_itself(forward, monkeypatch):
     model = llava()
     monkeypatch.setattr(type(model.model), "forward", forward)
@@ -256,3 +273,96 @@ def test_a_language_model_that_nobody_names_is_refused(monkeypatch):
     monkeypatch.setattr(type(model.model), "get_decoder", lambda self: None)
     with pytest.raises(ValueError, match=r"several models, and its get_decoder\(\) does not say which of them is its language model"):
         hf_flash2.patch(model, packed=True)
+
+
+# ------------------------------------------------------------------------------------------------------- images that see all of themselves
+
+NEEDS_BLOCKS = pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="this Transformers has no masks of blocks")
+
+
+def seeing(kind: str, padding: str, **of_text):
+    """(eager, packed, report, a batch with labels)"""
+    eager = image_models.model(kind, "eager", **of_text).train()
+    model = copy.deepcopy(eager)
+    report = hf_flash2.patch(model, packed=True)
+    inputs, mask = image_models.batch(kind), tiny_models.attention_mask(padding)
+    return eager, model, report, inputs | {"attention_mask": mask, "labels": tiny_models.labels(inputs["input_ids"], mask)}
+
+
+@NEEDS_BLOCKS
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
+@pytest.mark.parametrize("padding", ["left", "right", "holes", "empty"])
+@pytest.mark.parametrize("kind", image_models.KINDS)
+def test_blocks_go_with_their_tokens(kind, padding, checkpointing):
+    eager, model, report, inputs = seeing(kind, padding)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    with notices.record_calls() as calls:
+        found = loss_and_gradients(model, inputs)
+    assert_close(found, loss_and_gradients(eager, inputs))
+    under_a_window = padding == "holes" and hasattr(model.config.get_text_config(), "sliding_window")
+    assert report.forwards == {"with padding inside a row, under a sliding window" if under_a_window else "packed": 1}
+    assert report.losses == {"in chunks": 1}
+    assert {route for of_layer in calls.values() for route in of_layer} <= {"blocks", "padded" if under_a_window else "documents"}
+    assert ["blocks"] in [of_layer[:1] for of_layer in calls.values()]
+
+
+@NEEDS_BLOCKS
+@pytest.mark.parametrize("kind", image_models.KINDS)
+def test_logits_of_blocks_come_out_padded(kind):
+    eager, model, report, inputs = seeing(kind, "right")
+    inputs.pop("labels")
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected, output = (each.eval()(**inputs, use_cache=False) for each in (eager, model))
+        torch.testing.assert_close(output.logits[real], expected.logits[real], rtol=0, atol=1e-4)
+        assert report.forwards == {"packed": 1}
+        model(**inputs, use_cache=True)
+        inputs.pop("attention_mask")
+        expected, output = (each(**inputs, use_cache=False) for each in (eager, model))
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
+    assert report.forwards["packed"] == 1 and report.forwards["with a cache"] == 1
+
+
+@NEEDS_BLOCKS
+def test_pixels_of_gemma3():
+    """Two images side by side, of a row whose padding is on the left, see each other, as in eager attention."""
+    eager, model, report, inputs = seeing("gemma3", "left")
+    ids, types = inputs["input_ids"], torch.zeros_like(inputs["input_ids"])
+    for row, column in ((1, 3), (2, 1), (2, 5), (3, 7)):
+        ids[row, column : column + 4], types[row, column : column + 4] = image_models.IMAGE, 1
+    inputs |= {"token_type_ids": types, "pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    expected = loss_and_gradients(eager, inputs)
+    assert any("vision_tower" in name for name in expected)
+    assert_close(loss_and_gradients(model, inputs), expected)
+    assert report.forwards == {"packed": 1}
+
+
+@NEEDS_BLOCKS
+@pytest.mark.skipif("gemma4" not in image_models.KINDS, reason="this Transformers has no Gemma 4")
+def test_what_gemma4_looks_up_for_every_layer_goes_with_its_tokens():
+    eager, model, report, inputs = seeing("gemma4", "left", hidden_size_per_layer_input=8, vocab_size_per_layer_input=61)
+    expected = loss_and_gradients(eager, inputs)
+    assert any("per_layer" in name for name in expected)
+    assert_close(loss_and_gradients(model, inputs), expected)
+    assert report.forwards == {"packed": 1}
+
+
+@NEEDS_BLOCKS
+def test_masks_that_say_something_else_run_padded():
+    """Of one whose attribute was lost nobody knows what its rows were; of several, the tokens have to be the same ones."""
+    _, model, report, inputs = seeing("gemma3", "left")
+    decoder = model.get_decoder()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    given = {"input_ids": ids, "use_cache": False}
+    described = masks.Sequences(mask.bool(), 0, causal=True, block_ids=torch.full_like(ids, -1))
+    as_given = masks.attach(masks.mask_of_blocks(described), described)
+    other = masks.attach(mask.flip(1).bool(), masks.Sequences(mask.flip(1).bool(), causal=True))
+    both_sides = masks.attach(mask.bool(), masks.Sequences(mask.bool(), causal=False))
+    for full in (as_given.clone(), other, both_sides):
+        decoder(attention_mask={"full_attention": full, "sliding_attention": as_given}, **given)
+    assert report.forwards == {"with a mask that is not [B, S]": 3}
+    decoder(attention_mask={"full_attention": None, "sliding_attention": as_given}, **given)
+    decoder(attention_mask={"full_attention": None, "sliding_attention": None}, **given)  # nothing is padded
+    assert report.forwards == {"with a mask that is not [B, S]": 3, "packed": 1}
