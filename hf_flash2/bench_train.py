@@ -1,5 +1,5 @@
-"""`hf-flash2 bench train`: one optimisation step of a model of the shape of a Llama, a Gemma 4 or a Qwen2.5-VL, in bf16, by attention
-implementation.
+"""`hf-flash2 bench train`: one optimisation step of a model of the shape of a Llama, a Gemma 4, a Qwen2.5-VL or a Gemma 3 that sees images,
+in bf16, by attention implementation.
 
 A step is forward, loss, backward and AdamW. The learning rate is 0: the optimizer does all its work and the weights stay as they are, so
 every arm computes the same loss at every step, and the losses can be compared. Weights, optimizer and batch are shared by the arms, which
@@ -63,12 +63,13 @@ class Preset:
     seqlen: int
     fill: float  # share of real tokens
     head_dims: tuple[int, int] | None = None  # of a Gemma 4, layers with a sliding window and the others
-    tower: dict[str, object] | None = None  # of a Qwen2.5-VL: its vision tower, as its config says it
+    tower: dict[str, object] | None = None  # of a Qwen2.5-VL or a Gemma 3: its vision tower, as its config says it
+    image: int = 0  # of a Gemma 3: tokens of an image, which see all of themselves; behind each are three times as many of text
 
     @property
     def family(self) -> str:
         """A Llama, unless something else is said."""
-        return "Gemma 4" if self.head_dims else "Qwen2.5-VL" if self.tower else "Llama"
+        return "Gemma 4" if self.head_dims else "Gemma 3" if self.image else "Qwen2.5-VL" if self.tower else "Llama"
 
     @property
     def image_token(self) -> int:
@@ -84,8 +85,15 @@ _LLAMA_1B = (2048, 16, 32, 8, 8192, 128256, True)  # Llama 3.2 1B
 # predict the token that it is given, at a loss of 38.
 _GEMMA4_LAYERS = (2560, 12, 8, 2, 10240, 32000, False)
 _QWEN_VL_3B = (2048, 36, 16, 2, 11008, 151936, True)
+_GEMMA3_LAYERS = (2560, 12, 8, 4, 10240, 32000, False)  # of Gemma 3 4B, two of them without a window; not tied, as Gemma 4's
+_SIGLIP = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+}  # fmt: skip
 _TINY = (64, 2, 4, 2, 128, 256, True)
 _TINY_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]}
+_TINY_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+}  # fmt: skip
 PRESETS = {
     "1b-ragged": Preset(*_LLAMA_1B, batch=16, seqlen=2048, fill=0.33),
     "7b-layers-ragged": Preset(4096, 4, 32, 32, 11008, 32000, False, batch=4, seqlen=8192, fill=0.29),  # four layers of Llama 7B
@@ -94,8 +102,10 @@ PRESETS = {
     "gemma4-layers-dense": Preset(*_GEMMA4_LAYERS, batch=1, seqlen=16384, fill=1.0, head_dims=(256, 512)),
     # Qwen2.5-VL 3B, an image in each row.
     "qwen2.5-vl-ragged": Preset(*_QWEN_VL_3B, batch=4, seqlen=2048, fill=0.4, tower={"hidden_size": 1280, "out_hidden_size": 2048}),
+    "gemma3-layers-images": Preset(*_GEMMA3_LAYERS, batch=4, seqlen=4096, fill=0.4, tower=_SIGLIP, image=256),
     "tiny": Preset(*_TINY, batch=4, seqlen=64, fill=0.5),  # seconds on a CPU
     "tiny-vl": Preset(*_TINY, batch=4, seqlen=64, fill=0.5, tower=_TINY_TOWER),
+    "tiny-gemma3": Preset(*_TINY, batch=4, seqlen=64, fill=0.5, tower=_TINY_SIGLIP, image=4),
 }
 
 
@@ -266,6 +276,8 @@ def build(preset: Preset, device: torch.device, gradient_checkpointing: bool) ->
         for attention in (layer.self_attn for layer in model.model.layers):
             for norm in (attention.q_norm, attention.k_norm):
                 torch.nn.init.constant_(norm.weight, (2 / attention.head_dim**0.5) ** 0.5)  # scores of a standard deviation of 2
+    if preset.image:  # zeros, which no checkpoint has: their norm would be divided by
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=preset.tower["hidden_size"] ** -0.5)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -280,6 +292,15 @@ def _config(preset: Preset):
         "tie_word_embeddings": preset.tied, "max_position_embeddings": preset.seqlen,
         "initializer_range": _spread(preset, preset.hidden), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+    if preset.image:
+        tower = {"initializer_range": _spread(preset, preset.tower["hidden_size"]), "vision_use_head": False, **preset.tower}
+        # A window of Gemma 3's; scores of a standard deviation of 2.
+        sizes |= {"head_dim": max(16, preset.hidden // 10), "sliding_window": 4 * preset.image}
+        sizes |= {"query_pre_attn_scalar": sizes["head_dim"] // 4}
+        return AutoConfig.for_model(
+            "gemma3", text_config=sizes, vision_config=tower, mm_tokens_per_image=preset.image, image_token_id=preset.image_token,
+            boi_token_index=None, eoi_token_index=None, tie_word_embeddings=preset.tied,
+        )  # fmt: skip
     if preset.tower:
         half = preset.hidden // preset.heads // 2  # pairs of a head: a quarter of them turns with time, the rest with height and width
         rope = {"rope_type": "default", "type": "default", "mrope_section": [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]}
@@ -305,14 +326,19 @@ def _spread(preset: Preset, hidden: int) -> float:
 
 
 def make_batch(preset: Preset, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random tokens, every real one a label, as a collator gives them. With a tower each row begins with a square image, two thirds of it,
-    whose tokens are no labels."""
+    """Random tokens, every real one a label, as a collator gives them. Tokens of images are none: with a tower each row begins with a
+    square image, two thirds of it, or has one of `Preset.image` tokens before three times as many of text, as long as there is room."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(preset.image_token if preset.tower else preset.vocabulary, (preset.batch, preset.seqlen), generator=generator)
     column, lengths = torch.arange(preset.seqlen), torch.tensor(preset.lengths).unsqueeze(1)
     real = column < lengths
     images, of_images = torch.zeros_like(real), {}
-    if preset.tower:
+    if preset.image:
+        images = (column % (4 * preset.image) < preset.image) & (column // preset.image * preset.image + preset.image <= lengths)
+        side = preset.tower["image_size"]
+        pixels = torch.randn(int(images.sum()) // preset.image, 3, side, side, generator=generator)
+        of_images = {"pixel_values": pixels.bfloat16(), "token_type_ids": images.long()}
+    elif preset.tower:
         sides = (lengths * 2 / 3).sqrt().long()  # in tokens, of four patches each
         images = column < sides**2
         grids = torch.cat((torch.ones_like(sides), 2 * sides, 2 * sides), dim=1)

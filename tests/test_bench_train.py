@@ -11,8 +11,9 @@ import types
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
-from hf_flash2 import bench_profile, bench_shared, cli
+from hf_flash2 import bench_profile, bench_shared, cli, notices
 from hf_flash2 import bench_train as bench
 from hf_flash2.bench_shared import write_csv
 
@@ -92,6 +93,41 @@ def test_a_model_that_sees_images(tmp_path, capsys):
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in training.parameters if parameter.dim() > 1)
     with bench.switched(training.model, bench.PACKED):
         assert training.model(**batch, use_cache=False).logits is None
+
+
+def test_images_that_see_all_of_themselves(tmp_path, capsys):
+    """Gemma 3: in every arm, and no label is one of theirs."""
+    if not hasattr(masking_utils, "blockwise_overlay"):
+        pytest.skip("this Transformers has no masks of blocks")
+    assert train("--preset", "tiny-gemma3", "--csv", str(tmp_path / "t.csv")) == 0
+    assert [(line["arm"], line["outcome"]) for line in read(tmp_path / "t.csv")] == [(arm, "ok") for arm in bench.ARMS]
+    printed = capsys.readouterr().out
+    assert "every loss and gradient agrees" in printed and "tiny-gemma3: Gemma 3 shape of 0.1 M parameters" in printed
+    preset, device = bench.PRESETS["tiny-gemma3"], torch.device(DEVICE)
+    batch = bench.make_batch(preset, device)
+    images, real = batch["input_ids"] == preset.image_token, batch["attention_mask"].bool()
+    assert torch.equal(images, batch["token_type_ids"].bool()) and torch.equal(batch["labels"] != -100, real & ~images)
+    assert (
+        images.sum() == 4 * len(batch["pixel_values"])
+        and (images.sum(1) == (torch.tensor(preset.lengths, device=device) + 12) // 16 * 4).all()
+    )
+    training = bench.Training(bench.build(preset, device, False), batch)
+    for arm, route in ((bench.NAME, "blocks"), (bench.PACKED, "blocks")):
+        with bench.switched(training.model, arm), notices.record_calls() as calls:
+            training.step()
+        assert sum(of_layer.count(route) for of_layer in calls.values()) == preset.layers
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in training.parameters if parameter.dim() > 1)
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="this Transformers has no masks of blocks")
+def test_the_preset_of_gemma_3_is_of_its_shape():
+    preset = bench.PRESETS["gemma3-layers-images"]
+    with torch.device("meta"):
+        model = bench.build(preset, torch.device("meta"), False).model
+    layers = model.language_model.layers
+    assert {layer.self_attn.head_dim for layer in layers} == {256}
+    assert [layer.self_attn.sliding_window for layer in layers] == [1024, 1024, 1024, 1024, 1024, None] * 2
+    assert len(model.vision_tower.encoder.layers) == 27 and model.config.mm_tokens_per_image == 256
 
 
 def test_compiled_arms(tmp_path, monkeypatch):
