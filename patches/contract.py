@@ -108,8 +108,10 @@ def _forward_tree(module_class: type) -> ast.AST:
 def _hands_on_keyword_arguments(module_class: type) -> bool:
     if module_class.__module__.startswith("torch._dynamo."):  # torch.compile around a layer: its instances alone have a forward, for any
         return True
-    calls = (node for node in ast.walk(_forward_tree(module_class)) if isinstance(node, ast.Call))
-    return any(keyword.arg is None and ast.unparse(keyword.value) == "kwargs" for call in calls for keyword in call.keywords)
+    tree = _forward_tree(module_class)
+    own = tree.body[0].args.kwarg  # **kwargs, whatever its name
+    keywords = (keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords)
+    return own is not None and any(keyword.arg is None and ast.unparse(keyword.value) == own.arg for keyword in keywords)
 
 
 def _hands_on_the_mask(tree: ast.AST, names: set[str]) -> bool:

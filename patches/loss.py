@@ -164,6 +164,7 @@ def _sum_of_chunks(hidden_states: torch.Tensor, labels: torch.Tensor, head: Call
     return torch.stack([checkpoint(_cross_entropy_sum, *chunk, head, steps, use_reentrant=False) for chunk in chunks]).sum()
 
 
+@torch.compiler.disable  # it reads the source of a class, which Dynamo would trace, past the cache
 def _steps_of(model: PreTrainedModel) -> Steps:
     """What its forward makes of logits: of each step what is done, and by which number the model has now."""
     found = []

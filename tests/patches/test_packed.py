@@ -1762,6 +1762,12 @@ class KeepsThemToItself(LlamaAttention):
         return super().forward(hidden_states, position_embeddings, attention_mask)
 
 
+class MakesTheirName(LlamaDecoderLayer):
+    def forward(self, hidden_states, position_embeddings=None, **others):
+        kwargs = {"position_embeddings": position_embeddings}
+        return super().forward(hidden_states, **kwargs)
+
+
 # By the class that takes the place of the one of Transformers; none of them is run.
 REFUSED_CLASSES = {
     AlsoChunks: "AlsoChunks makes masks other than causal ones with or without a window (create_causal_mask, create_chunked_causal_mask)",
@@ -1775,6 +1781,7 @@ REFUSED_CLASSES = {
     ReplacesPositions: "ReplacesPositions is not seen to number tokens from 0 without position_ids, and by nothing else with them",
     NamesTheArguments: "NamesTheArguments does not hand on the keyword arguments that tell the attention where rows begin",
     HandsOnOthers: "HandsOnOthers does not hand on the keyword arguments that tell the attention where rows begin",
+    MakesTheirName: "MakesTheirName does not hand on the keyword arguments that tell the attention where rows begin",
     KeepsThemToItself: "KeepsThemToItself does not hand on the keyword arguments that tell the attention where rows begin",
 }
 
@@ -1785,6 +1792,21 @@ def test_forwards_that_packing_would_change_are_refused(made):
     places = {LlamaDecoderLayer: model.model.layers[1], LlamaAttention: model.model.layers[1].self_attn, LlamaModel: model.model}
     places[made.__base__].__class__ = made
     assert REFUSED_CLASSES[made] in refusal(model)
+
+
+class HandsOnByAnotherName(LlamaDecoderLayer):
+    def forward(self, hidden_states, *args, **others):
+        return super().forward(hidden_states, *args, **others)
+
+
+def test_layers_may_name_their_keyword_arguments_as_they_like():
+    eager, model = small_models.twins("llama")
+    model.model.layers[1].__class__ = HandsOnByAnotherName
+    report = hf_flash2.patch(model.train(), packed=True)
+    inputs = small_models.batch("right")
+    inputs["labels"] = small_models.labels(inputs)
+    torch.testing.assert_close(model(**inputs).loss, eager.train()(**inputs).loss)
+    assert report.forwards == {"packed": 1}
 
 
 def numbers_in_one_expression(self, position_ids=None, inputs_embeds=None):

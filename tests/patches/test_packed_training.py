@@ -322,6 +322,17 @@ def test_compiled_without_recompiling_for_every_batch():
     assert report.forwards == {"packed": 6} and report.losses == {"in chunks": 6}
 
 
+def test_compiled_code_ends_only_where_ours_asks_the_host():
+    """What is read from the source of a model is not traced: dozens of frames of inspect and ast were, with a warning."""
+    torch._dynamo.reset()
+    counters["graph_break"].clear()
+    model = small_models.model("llama")
+    hf_flash2.patch(model.train(), packed=True)
+    torch.compile(model, backend="aot_eager")(**ragged(0)).loss.backward()
+    torch._dynamo.reset()
+    assert counters["graph_break"] and all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_layers_that_are_compiled_one_by_one(family):
     """As accelerate's compile_regions does it; before the model is patched."""
