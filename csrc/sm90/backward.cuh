@@ -164,7 +164,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& arg
       named_barrier_sync(dq_full(consumer, stage), kDqThreads);
       if (elected) {
         float* piece = dq + consumer * Shape::kDqPieceFloats;
-        const int bytes = Shape::dq_floats(queries - (Shape::kDqByRows ? consumer * 64 : 0)) * 4;
+        const int bytes = Shape::dq_floats(queries - (Shape::kDqByRows ? consumer * 64 : 0), Shape::dq_columns(consumer)) * 4;
         if (bytes > 0) {
           if (first)
             bulk_store(piece, buffer, bytes);
@@ -226,7 +226,7 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
                                        shared.k() + (Shape::kDqByRows ? 0 : consumer * Shape::kKeyPanelBytes));
   };
   // PERF: in a register; found in every step anew, from threadIdx, d 64 is 1 to 4 % slower, d 128 1. TUNING.md, "Who adds to dQ".
-  const uint32_t dq_place = hidden(Shape::dq_place(0, thread) * 4);
+  const uint32_t dq_place = hidden(Shape::dq_place(0, thread, Shape::dq_columns(consumer)) * 4);
   const int lone_end = task.template lone_end<Shape>();
   // dQ of a lone query block, to its rows.
   const auto store_lone = [&](float (&dq)[8][4], const BackwardTask::Step& at) {
@@ -256,7 +256,10 @@ __device__ __forceinline__ uint32_t compute_gradients(const BackwardArguments& a
       store_lone(dq, at);
     } else {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) store_shared(dq_buffer(shared, consumer, stage) + dq_place + Shape::dq_place(n, 0) * 4, dq[n]);
+      for (int n = 0; n < 8; ++n) {
+        if (n * 8 < Shape::dq_columns(consumer))
+          store_shared(dq_buffer(shared, consumer, stage) + dq_place + Shape::dq_place(n, 0) * 4, dq[n]);
+      }
     }
     async_proxy_fence();
     named_barrier_arrive(dq_full(consumer, stage), kDqThreads);

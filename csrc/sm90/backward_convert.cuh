@@ -54,7 +54,8 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   float dq[8][4];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(accumulated + Shape::dq_place(n, thread));
+    const int columns = Shape::dq_columns(piece);
+    const float4 x = n * 8 < columns ? *reinterpret_cast<const float4*>(accumulated + Shape::dq_place(n, thread, columns)) : float4{};
     dq[n][0] = written ? x.x * forward.softmax_scale : 0.f, dq[n][1] = written ? x.y * forward.softmax_scale : 0.f;
     dq[n][2] = written ? x.z * forward.softmax_scale : 0.f, dq[n][3] = written ? x.w * forward.softmax_scale : 0.f;
   }
@@ -67,11 +68,11 @@ __device__ __forceinline__ void convert_query_gradient(const ConvertArguments& a
   }
 }
 
-// dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x 32 columns, each with
+// dK or dV = the sum of its shares, from the first split to the last, rounded to T. 128 threads a piece of 64 keys x kShareColumns, each with
 // the elements that it held as a consumer; `block` counts thread blocks.
 template <typename Shape, typename T>
 __device__ __forceinline__ void add_shares(const ConvertArguments& arguments, int block, bool asks) {
-  constexpr int kColumns = 32, kPieceElements = 64 * kColumns;
+  constexpr int kColumns = Shape::kShareColumns, kPieceElements = 64 * kColumns;
   const HfFlash2BackwardParams& params = arguments.params;
   const HfFlash2ForwardParams& forward = params.forward;
   const GroupSplits& groups = arguments.groups;

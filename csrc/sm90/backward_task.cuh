@@ -120,23 +120,28 @@ struct BackwardSizes : BackwardTile<kHeadDimension> {
   static constexpr int kRowBytes = kBlockM * 4;                                                                 // one stage of lse or delta
   // A tile of the dQ accumulator is pieces of 64 x 64, side by side, or below each other where there is one column of them (kDqByRows). A piece is
   // one group of 16 rows after another, so that those behind a sequence can be left out; of a group, 8 columns after 8 columns, of these a
-  // lane's four elements after each other. Columns behind the head dim stay zero.
+  // lane's four elements after each other. The last piece has the columns that are left: PERF: d 80 and 96.
   static constexpr int kDqColumns = kPanels * kColumnParts * 64, kDqPieceFloats = 64 * 64,
                        kDqPieces = kBlockM / 64 * kPanels * kColumnParts;
-  static constexpr int kDqRows = 16, kDqRowsFloats = kDqRows * 64;  // a group, which a warp of a consumer has
+  static constexpr int kDqRows = 16;  // a group, which a warp of a consumer has
+  static __device__ __forceinline__ int dq_columns(int piece) {
+    constexpr int kLast = kHeadDim - (kPanels - 1) * 64;
+    return kFirstStoresDq && kPanels > 1 && piece == kPanels - 1 ? kLast : 64;
+  }
   // Of columns [8 tile, 8 tile + 8) of a piece, where the elements of a thread are.
-  static __device__ __forceinline__ int dq_place(int tile, int thread) {
-    return thread / 32 * kDqRowsFloats + (tile * 32 + thread % 32) * 4;
+  static __device__ __forceinline__ int dq_place(int tile, int thread, int columns = 64) {
+    return thread / 32 * (kDqRows * columns) + (tile * 32 + thread % 32) * 4;
   }
   // How many floats of a piece have queries, of so many from its first on. PERF: others are not added, 1 % of ragged batches. TUNING.md, "Who
   // adds to dQ".
-  static __device__ __forceinline__ int dq_floats(int queries) {
-    return min(kDqPieceFloats, (queries + kDqRows - 1) / kDqRows * kDqRowsFloats);
+  static __device__ __forceinline__ int dq_floats(int queries, int columns = 64) {
+    return min(64, (queries + kDqRows - 1) / kDqRows * kDqRows) * columns;
   }
   static constexpr bool kDqByRows = kBlockM == 128;
-  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x 32.
+  // Of a key block, dK and dV. In the last pass a thread block adds up kDqPieces pieces of 64 x kShareColumns.
   static constexpr int kKeyGradientElements = kBlockN * (kTaskHeadDim + kTaskHeadDimV);
-  static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * 32) + kDqPieces - 1) / kDqPieces;
+  static constexpr int kShareColumns = kHeadDim % 32 == 0 ? 32 : 16;
+  static constexpr int kShareThreadBlocks = (kKeyGradientElements / (64 * kShareColumns) + kDqPieces - 1) / kDqPieces;
   // Nothing need clear the accumulator: the first key block that comes to a tile can store, and the others add. Above head dim 128, where two
   // warpgroups add from registers, each when it has something, in deterministic mode only.
   static constexpr bool kFirstStoresDq = kHeadDim <= 128;

@@ -21,6 +21,7 @@ struct RoundingChunk {
   bool here, done;  // it has queries and columns, and neither a task nor one of these has rounded it; no key block will add to it any more
   bool written;     // or no key has been seen: then it is zero, and nothing was stored
   int queries, columns;  // from its first on, which rows points to
+  int stride;            // columns of its sums
   T* rows;
   const float* sums;
 
@@ -50,7 +51,8 @@ struct RoundingChunk {
     const int64_t tile = workspace.first_block(forward, at.batch, at.head, Shape::kBlockM) + at.number;
     found.written = *workspace.semaphore(tile) != 0;
     found.rows = token_pointer<T>(arguments.params.dq, at.batch, at.head, q.start + first_query) + first_column;
-    found.sums = workspace.dq + (tile * Sizes::kOfTile + part) * Sizes::kFloats;
+    found.stride = Shape::dq_columns(Shape::kDqByRows ? 0 : part / 2);
+    found.sums = workspace.dq + (tile * Sizes::kOfTile + part) * Sizes::kFloats - part % 2 * 32 * (64 - found.stride);
     return found;
   }
 };
@@ -98,7 +100,7 @@ struct Rounder {
     const auto load = [&](uint32_t i) {
       __syncwarp();  // all have read what was there
       if (rest != 0 && lane == __ffs(rest) - 1) {
-        const int bytes = min(Sizes::kBytes, Shape::dq_floats(found.queries) * 4);
+        const int bytes = min(32 * found.stride, Shape::dq_floats(found.queries, found.stride)) * 4;
         mbarrier_arrive_expect(full(i), bytes);
         bulk_load(buffer(i), found.sums, bytes, full(i));
       }
@@ -112,25 +114,27 @@ struct Rounder {
       const int owner = __ffs(chunks) - 1;
       const bool written = __shfl_sync(kAll, int{found.written}, owner) != 0;
       const int queries = __shfl_sync(kAll, found.queries, owner), columns = __shfl_sync(kAll, found.columns, owner);
+      const int stride = __shfl_sync(kAll, found.stride, owner);
       T* const rows = reinterpret_cast<T*>(__shfl_sync(kAll, reinterpret_cast<unsigned long long>(found.rows), owner));
       uint32_t rounded[4][2][4];
-      load_rounded(rounded, written);
+      load_rounded(rounded, written, stride);
       load(at + Sizes::kStages);
       store(rounded, rows, queries, columns);
     }
     return end != 1;
   }
 
-  // Parts are of 16 queries x 32 columns. A lane has rows r and r + 8 of each, and 8 columns: four vectors side by side, of two columns of both
+  // Parts are of 16 queries x 32 columns, of which there may be less: what is read behind them is not stored. A lane has rows r and r + 8 of each, and 8 columns: four vectors side by side, of two columns of both
   // rows. Lanes of other columns begin with another vector, so that they meet in no bank: element v is that of columns 2 (v + lane) % 8.
-  __device__ __forceinline__ void load_rounded(uint32_t (&rounded)[4][2][4], bool written) const {
+  __device__ __forceinline__ void load_rounded(uint32_t (&rounded)[4][2][4], bool written, int stride) const {
     const int row = threadIdx.x % 32 / 4, tile = threadIdx.x % 4;
     const float scale = arguments.params.forward.softmax_scale;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        const uint4 x = load_shared_uint4(buffer(at) + ((part * 4 + tile) * 32 + row * 4 + (v + tile) % 4) * 16);
+        const uint4 x =
+            load_shared_uint4(buffer(at) + ((part / 2 * (stride / 8) + part % 2 * 4 + tile) * 32 + row * 4 + (v + tile) % 4) * 16);
         const uint32_t low = pack<T>(__uint_as_float(x.x) * scale, __uint_as_float(x.y) * scale);
         const uint32_t high = pack<T>(__uint_as_float(x.z) * scale, __uint_as_float(x.w) * scale);
         rounded[part][0][v] = written ? low : 0, rounded[part][1][v] = written ? high : 0;
