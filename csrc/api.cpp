@@ -249,7 +249,7 @@ ForwardKernels choose_forward(const HfFlash2ForwardParams& params) {
       if constexpr (kHasSm90) {
         if (family == kSm90) return {kSm90, sm90::run_forward<kHeadDim, T>, sm90::forward_workspace_bytes<kHeadDim, T>};
       }
-      return {kSm80, sm80::run_forward<kHeadDim, T>, [](const HfFlash2ForwardParams&) -> int64_t { return 0; }};
+      return {kSm80, sm80::run_forward<sm80::kBuilt<kHeadDim>, T>, [](const HfFlash2ForwardParams&) -> int64_t { return 0; }};
     });
   });
 }
@@ -270,7 +270,7 @@ BackwardKernels choose_backward(const HfFlash2BackwardParams& params) {
         if (params.forward.family != kSm80 && reason_not_sm90_backward(params) == nullptr)
           return {kSm90, sm90::run_backward<kHeadDim, T>, sm90::backward_workspace_bytes<kHeadDim, T>};
       }
-      return {kSm80, sm80::run_backward<kHeadDim, T>, sm80::backward_workspace_bytes<kHeadDim, T>};
+      return {kSm80, sm80::run_backward<sm80::kBuilt<kHeadDim>, T>, sm80::backward_workspace_bytes<sm80::kBuilt<kHeadDim>, T>};
     });
   });
 }

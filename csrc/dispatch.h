@@ -12,7 +12,7 @@
 
 // A development build may compile fewer head dims (HF_FLASH2_HEAD_DIMS=64,128 in the environment of build.py).
 #ifndef HF_FLASH2_HEAD_DIMS
-#define HF_FLASH2_HEAD_DIMS "64,96,128,192,256,512"
+#define HF_FLASH2_HEAD_DIMS "64,80,96,128,192,256,512"
 #endif
 
 namespace hf_flash2 {
@@ -49,7 +49,7 @@ Result dispatch_head_dim_from(int head_dim, const F& f) {
 // a smaller head dim of v (sm90/*_launch.cuh).
 template <typename Result, typename F>
 Result dispatch_head_dim(const HfFlash2ForwardParams& params, const F& f) {
-  return dispatch_head_dim_from<Result, 64, 96, 128, 192, 256, 512>(std::max(params.head_dim, params.head_dim_v), f);
+  return dispatch_head_dim_from<Result, 64, 80, 96, 128, 192, 256, 512>(std::max(params.head_dim, params.head_dim_v), f);
 }
 constexpr int kMostHeadDim = 512;
 

@@ -7,7 +7,7 @@ nothing generated is ever committed. Head dims and dtypes here are the template 
 
 from dataclasses import dataclass
 
-HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 FAMILIES = {"sm90": ("backward", "forward"), "sm80": ("backward", "forward")}  # the slow ones first, so that the cores finish together
 
@@ -33,14 +33,16 @@ PRODUCTS = (
         (32, 64, 80, 112, 128),
     ),
     # Widths: the columns of dQ that one warpgroup computes.
-    Product("WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (32, 64)),
+    Product(
+        "WgmmaSharedByRows", "A and B in shared memory, both contracted along their rows (MN-major).", False, "1, 1, 1, 1", (16, 32, 64)
+    ),
     # Widths: the columns of O (forward), of dK and dV (backward).
     Product(
         "WgmmaRegisters",
         "A in registers, B in shared memory, contracted along its rows (MN-major).",
         True,
         "1, 1, 1",
-        (64, 96, 128, 192, 256),
+        (64, 80, 96, 128, 192, 256),
     ),
 )
 
@@ -76,9 +78,14 @@ def units(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Unit]:
         )
         for family, directions in FAMILIES.items()
         for direction in directions
-        for head_dim in sorted(head_dims, reverse=True)
+        for head_dim in sorted(_of_family(family, head_dims), reverse=True)
         for dtype, ctype in DTYPES.items()
     ]
+
+
+def _of_family(family: str, head_dims: tuple[int, ...]) -> set[int]:
+    """80, which vision towers have, is Hopper's alone: the other family runs it as 96 (csrc/sm80/run.h)."""
+    return {96 if family == "sm80" and head_dim == 80 else head_dim for head_dim in head_dims}
 
 
 def files(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[File]:
@@ -104,8 +111,8 @@ def files(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[File]:
 def _file_name(unit: Unit) -> str:
     if unit.family == "sm90" and unit.head_dim in (192, 256):  # they have the most kernels, or the longest
         return unit.name
-    neighbours = next(dims for dims in ((64, 96), (128, 192), (256, 512)) if unit.head_dim in dims)
-    head_dims = neighbours if unit.family == "sm80" else (unit.head_dim,)
+    neighbours = next(dims for dims in ((64, 80, 96), (128, 192), (256, 512)) if unit.head_dim in dims)
+    head_dims = tuple(sorted(_of_family("sm80", neighbours))) if unit.family == "sm80" else (unit.head_dim,)
     return f"{unit.direction}_{unit.family}_hdim{'_'.join(map(str, head_dims))}"
 
 

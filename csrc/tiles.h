@@ -140,16 +140,19 @@ namespace hf_flash2::sm90 {
 // - Few queries (a tile is not full): more blocks have more loads in flight, 1 to 28 % faster.
 // - At d 256, 64 keys in place of 80 cover the diagonal closer, 7 % at 1k. Full, they are taken where they cover a twentieth less.
 // TileSize::kMedium: where neither queries nor keys are more than 512. There, at d 128, a tile has some two blocks of 128 keys, and waits for Q and
-// the first keys take as long as its products: Q of the next tile has a buffer of its own, and 64 keys cover the diagonal, and an end, closer.
+// the first keys take as long as its products: Q of the next tile has a buffer of its own, and 64 keys cover the diagonal, and an end, closer. At d
+// 80, which vision towers have, where 192 rows, three warpgroups, would be too empty; and for dropout and pages.
 enum class TileSize { kSmall, kMedium, kLarge };
 template <int kHeadDim>
 constexpr bool kForwardHasSmall = kHeadDim != 192;
 template <int kHeadDim>
-constexpr bool kForwardHasMedium = kHeadDim == 128;
+constexpr bool kForwardHasMedium = kHeadDim == 80 || kHeadDim == 128;
 // Of a paged cache: for few queries. PERF: d 96, one query of 32/8 heads, 32 sequences of 8k 203 us, by small tiles 232; one of 1k, 8k 13.3 20.8, by
 // small ones 11.0 19.4 (of rows; pages not measured).
 template <int kHeadDim>
-constexpr TileSize kPagedTiles = kForwardHasSmall<kHeadDim> && kHeadDim != 96 ? TileSize::kSmall : TileSize::kLarge;
+constexpr TileSize kPagedTiles = kHeadDim == 80                                 ? TileSize::kMedium
+                                 : kForwardHasSmall<kHeadDim> && kHeadDim != 96 ? TileSize::kSmall
+                                                                                : TileSize::kLarge;
 
 template <int kHeadDim, TileSize kSize = TileSize::kLarge, int kHeadDimV = kHeadDim>
 struct ForwardTile;
@@ -173,6 +176,16 @@ struct ForwardTile<96> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
   static constexpr bool kOutApart = true;
 };
+// With 128 keys, O of 80 columns leaves three warpgroups too few registers (C7512).
+template <>
+struct ForwardTile<80> {
+  static constexpr int kConsumers = 3, kBlockN = 112, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
+  static constexpr bool kOutApart = true;
+};
+template <>
+struct ForwardTile<80, TileSize::kMedium> : ForwardTile<96> {};
+template <>
+struct ForwardTile<80, TileSize::kSmall> : ForwardTile<96, TileSize::kSmall> {};
 template <>
 struct ForwardTile<128> {
   static constexpr int kConsumers = 2, kBlockN = 128, kStages = 2, kBlocksPerSm = 1, kQueryStages = 1;
@@ -247,6 +260,8 @@ template <>
 struct BackwardTile<96> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kDqStages = 2, kCluster = 1;
 };
+template <>
+struct BackwardTile<80> : BackwardTile<96> {};
 template <>
 struct BackwardTile<128> {
   static constexpr int kBlockM = 64, kBlockN = 128, kStages = 2, kDoutStages = 2, kDqStages = 2, kCluster = 1;

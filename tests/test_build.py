@@ -430,7 +430,7 @@ def test_committed_allowances_are_complete():
         assert set(map(int, re.findall(r"(?<=kernelILi)\d+", pattern))) <= set(instantiate.HEAD_DIMS), pattern
 
 
-@pytest.mark.parametrize("head_dims", [(64,), (96, 128, 512), (64, 96, 128, 192, 256, 512)])
+@pytest.mark.parametrize("head_dims", [(64,), (96, 128, 512), (64, 80, 96, 128, 192, 256, 512)])
 def test_every_unit_is_in_one_file(head_dims):
     instantiate = build._load_by_path("committed_instantiate", ROOT / "csrc" / "instantiate.py")
     units, files = instantiate.units(head_dims), instantiate.files(head_dims)
@@ -464,7 +464,7 @@ def test_files_are_named_after_what_is_compiled_in_them():
     ]
 
 
-@pytest.mark.parametrize("head_dims", [(64,), (64, 96, 128, 192, 256, 512)])
+@pytest.mark.parametrize("head_dims", [(64,), (64, 80, 96, 128, 192, 256, 512)])
 def test_every_source_is_compiled_for_the_architectures_of_its_kernels(tmp_path, head_dims):
     toolkit = build.Toolkit(Path("/cuda"), "13.0.88", "a test")
     jobs = build._plan(ROOT / "csrc", tmp_path, toolkit, build.parse_archs(build.DEFAULT_ARCHS), ",".join(map(str, head_dims)))

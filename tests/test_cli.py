@@ -73,7 +73,7 @@ def test_a_value_that_cannot_be_is_wrong_usage(argv, message, capsys):
     [
         ("--archs", "75", "must list compute capabilities from 80 on"),
         ("--csrc", "no/such/folder", "must be a folder of kernel sources"),
-        pytest.param("--head-dims", "80", "must be among ", marks=needs_compiler),
+        pytest.param("--head-dims", "72", "must be among ", marks=needs_compiler),
     ],
 )
 def test_a_build_option_that_cannot_be_is_wrong_usage(option, value, message, tmp_path, capsys):
@@ -466,7 +466,7 @@ H200 = {"version": "580.95.05", "cuda": "13.0", "gpus": ["NVIDIA H200"]}
 def gpu_machine(monkeypatch):
     """A machine with one Hopper GPU and a full library; what it says can be changed."""
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132)
-    built = {"version": "0.1.0", "toolkit": "13.0.88", "archs": "sm_80,sm_90,compute_90", "head_dims": [64, 96, 128, 192, 256, 512]}
+    built = {"version": "0.1.0", "toolkit": "13.0.88", "archs": "sm_80,sm_90,compute_90", "head_dims": [64, 80, 96, 128, 192, 256, 512]}
     built["sources"] = build.digest_of_sources(build.source_folder())
     machine = types.SimpleNamespace(reason=None, built=built | {"families": ["sm80"]})
     monkeypatch.setattr(info, "_nvidia_driver", lambda: H200)

@@ -453,7 +453,7 @@ def test_shares_of_sequences_without_queries_beside_rounding(form, emulate):
 
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in USUAL_HEAD_DIMS), (64, torch.float16), (192, torch.float16)]
+    ("head_dim", "dtype"), [*((d, torch.bfloat16) for d in (*USUAL_HEAD_DIMS, 80)), (64, torch.float16), (192, torch.float16)]
 )
 def test_capped_scores_on_every_backward_of_hopper(head_dim, dtype, deterministic, emulate):
     """In order and not, with so many tasks that, of scores without a cap, dq would be rounded beside them."""
@@ -1014,6 +1014,16 @@ TILES = [  # a case, and the rows and keys of its tiles: on both sides of what c
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(384,) * 3, lengths_k=(384, 9, 70), form="ranges", padding="keys"), (128, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(215, 40)), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=128, lengths_q=(700,), window=(216, 40)), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(256,) * 3), (128, 128)),  # of 384 rows of two large tiles a third would be empty
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(448,) * 3), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(576,) * 3), (192, 112)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(640,) * 3), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(1024,)), (192, 112)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(1024,), causal=True), (128, 128)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(1025,), causal=True), (192, 112)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(70, 120, 512), form="packed"), (64, 64)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(70, 120, 513), form="packed"), (192, 112)),
+    (Case("tiles", heads=(1, 1), head_dim=80, lengths_q=(576,), dropout_p=0.3), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(60,) * 3), (64, 64)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(384,) * 3), (128, 128)),
     (Case("tiles", heads=(1, 1), head_dim=96, lengths_q=(448,) * 3), (64, 64)),
@@ -1069,6 +1079,9 @@ LARGE_TILES = [  # of ragged batches that are long enough for these, of which th
     Case("large", 64, (2, 1), (250, 1, 129), (1010, 300, 70), form="ranges", padding="holes", softcap=3.0),
     Case("large", 64, (2, 1), (250, 1, 129), (1010, 300, 70), form="packed", dropout_p=0.3),
     Case("large", 64, (1, 1), (200,) * 2, (400,) * 2, dropout_p=0.3),
+    Case("large", 80, (2, 1), (530, 0, 65, 200), form="packed"),
+    Case("large", 72, (2, 1), (250, 1, 129), (530, 300, 70), form="ranges", padding="holes", softcap=3.0),
+    Case("large", 80, (1, 1), (1100, 3, 193), form="ranges", padding="mixed", causal=True),
     Case("large", 96, (2, 1), (530, 0, 65, 200), form="packed", causal=True),
     Case("large", 96, (2, 1), (250, 1, 129), (510, 300, 70), form="ranges", padding="holes", softcap=3.0),
     Case("large", 128, (2, 1), (1030, 0, 65, 200), form="packed", causal=True),

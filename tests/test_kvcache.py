@@ -46,7 +46,7 @@ class Decoding:
 
 
 CASES = [
-    *(Decoding(f"d{d}", d) for d in (64, 96, 128, 192, 256, 512)),
+    *(Decoding(f"d{d}", d) for d in (64, 80, 96, 128, 192, 256, 512)),
     Decoding("wide-one-key-head", 512, heads=(4, 1), lengths=(900, 20), new=2, queries=2),
     Decoding("wide-no-pages", 320, lengths=(5, 300), page_size=0),
     Decoding("wide-capped", 512, lengths=(70,), softcap=5.0),

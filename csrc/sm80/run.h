@@ -6,6 +6,10 @@
 
 namespace hf_flash2::sm80 {
 
+// The instance for a head dim of dispatch.h: 80 is Hopper's alone.
+template <int kHeadDim>
+constexpr int kBuilt = kHeadDim == 80 ? 96 : kHeadDim;
+
 template <int kHeadDim, typename T>
 void run_forward(const HfFlash2ForwardParams& params);
 

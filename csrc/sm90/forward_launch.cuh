@@ -262,6 +262,9 @@ void launch_forward(const HfFlash2ForwardParams& params) {
   }
 }
 
+template <int kHeadDim>
+constexpr bool kIsBetween = kHeadDim > 64 && kHeadDim < 128;  // d 80 and 96
+
 // At d 96 and 128: whether large tiles of 128 rows would be so empty that small ones are faster. Packed sequences of which half, or under a causal
 // mask three quarters, of the longest is the average fill them nearly as a dense batch does.
 template <int kHeadDim>
@@ -271,12 +274,12 @@ bool fills_few_rows(const HfFlash2ForwardParams& params) {
   const int longest = std::max(params.max_seqlen_q, params.max_seqlen_k);
   const int64_t quarters = int64_t{params.batch} * params.max_seqlen_q * (triangle ? 3 : 2);
   const bool alike = params.sequences_q.cu_seqlens != nullptr && int64_t{params.total_q} * 4 >= quarters;
-  if (!is_ragged(params) || (kHeadDim == 96 && alike)) {
+  if (!is_ragged(params) || (kIsBetween<kHeadDim> && alike)) {
     const auto covered = [&](int block) { return ceil_div(params.max_seqlen_q, block) * block; };
     const bool fewer_rows = covered(64) * 8 <= covered(128) * 7;
     return longest <= 448 && (kHeadDim == 128 && triangle ? longest > 192 : fewer_rows);
   }
-  if (kHeadDim == 96) return longest <= (ragged_queries ? 512 : 256);
+  if (kIsBetween<kHeadDim>) return longest <= (ragged_queries ? 512 : 256);
   return longest <= (triangle ? 512 : !ragged_queries ? 0 : alike ? 128 : 256);
 }
 
@@ -286,7 +289,7 @@ bool fills_few_rows(const HfFlash2ForwardParams& params) {
 template <int kHeadDim>
 TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
   if (params.block_table != nullptr) return kPagedTiles<kHeadDim>;
-  if (params.dropout_p > 0.f && (kHeadDim == 96 || kHeadDim == 128)) return TileSize::kLarge;
+  if (params.dropout_p > 0.f && (kIsBetween<kHeadDim> || kHeadDim == 128)) return kHeadDim == 80 ? TileSize::kMedium : TileSize::kLarge;
   const bool triangle = is_triangular(params), windowed = params.window_left >= 0 && params.window_right >= 0;
   const bool ragged = is_ragged(params);
   const int64_t seen = most_blocks_seen(params, params.max_seqlen_k, 1, 1);  // keys of a query, at most
@@ -298,9 +301,14 @@ TileSize choose_tile_size(const HfFlash2ForwardParams& params) {
     const bool small = (triangle && params.max_seqlen_q <= kShort) || few_queries || seen <= (ragged || windowed ? 1024 : 320);
     return small ? TileSize::kSmall : TileSize::kLarge;
   }
-  if (kHeadDim == 96 || kHeadDim == 128) {
-    const bool few = kHeadDim == 96 ? tiles <= (triangle && !few_queries ? 2 : 1) * at_once : few_queries || tiles <= at_once;
+  if (kIsBetween<kHeadDim> || kHeadDim == 128) {
+    const bool few = kIsBetween<kHeadDim> ? tiles <= (triangle && !few_queries ? 2 : 1) * at_once : few_queries || tiles <= at_once;
     if (few || (windowed && seen <= 256) || fills_few_rows<kHeadDim>(params)) return TileSize::kSmall;
+    if (kHeadDim == 80) {
+      const auto covered = [&](int block) { return ceil_div(params.max_seqlen_q, block) * block; };
+      const bool emptier = !ragged && covered(192) * 8 > covered(128) * 9;
+      return emptier || (triangle && params.max_seqlen_q <= kShort / 2) ? TileSize::kMedium : TileSize::kLarge;
+    }
     const bool medium = kHeadDim == 128 && std::max(params.max_seqlen_q, params.max_seqlen_k) <= (ragged ? 1024 : 256);
     return medium ? TileSize::kMedium : TileSize::kLarge;
   }

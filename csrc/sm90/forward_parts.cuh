@@ -54,7 +54,9 @@ struct ForwardShape : ForwardTile<kHeadDimension, kSize, kHeadDimensionV> {
   static constexpr bool kHasListed = kHeadDimension <= 128;
   // Dropout: in one size of tiles, but d 64. PERF: TUNING.md, "Forward tiles".
   static constexpr bool kHasDropout =
-      kHeadDimension == 64 || (kHeadDimension <= 256 && kSize == (kHeadDimension < 256 ? TileSize::kLarge : TileSize::kSmall));
+      kHeadDimension == 64 || (kHeadDimension <= 256 && kSize == (kHeadDimension == 80    ? TileSize::kMedium
+                                                                  : kHeadDimension == 256 ? TileSize::kSmall
+                                                                                          : TileSize::kLarge));
   // Its bits are drawn before the turn comes, or where registers are short when there is something to drop. PERF: before, d 128 8 to 9 % faster, d
   // 192 7 to 11, d 96 -2 to 8, but d 64 and 256 1 to 3 % slower. TUNING.md, "Dropout".
   static constexpr bool kDrawsEarly = kHeadDim > 64 && kHeadDim < 256;

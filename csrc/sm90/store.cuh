@@ -51,15 +51,20 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
 // lets it go before other things.
 template <bool kStreams = false, typename T, int kDTiles>
 __device__ __forceinline__ void store_row(const float (&c)[kDTiles][4], int half, T* row, bool valid, int columns) {
-  static_assert(kDTiles % 4 == 0, "tiles are exchanged four at a time");
+  static_assert(kDTiles % 2 == 0, "tiles are exchanged four at a time, at the end perhaps two");
 #pragma unroll
   for (int tile = 0; tile < kDTiles; tile += 4) {
     uint32_t pieces[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pieces[i] = pack<T>(c[tile + i][half * 2], c[tile + i][half * 2 + 1]);
+    for (int i = 0; i < 4; ++i) {
+      if (tile + i < kDTiles)
+        pieces[i] = pack<T>(c[tile + i][half * 2], c[tile + i][half * 2 + 1]);
+      else
+        pieces[i] = 0;
+    }
     transpose_quad(pieces);
     const int column = (tile + threadIdx.x % 4) * 8;
-    if (!valid || column >= columns) continue;
+    if (!valid || column >= columns || (kDTiles % 4 != 0 && column >= kDTiles * 8)) continue;
     uint4* const to = reinterpret_cast<uint4*>(row + column);
     const uint4 x = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
     if constexpr (kStreams)
