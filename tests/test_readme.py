@@ -120,8 +120,8 @@ def test_beside_flash_attention_4():
 @pytest.mark.parametrize(
     ("text", "title", "names"),
     [
-        (README, "**A training step**", ["train", "train_gemma4", "train_vl"]),
-        (FIGURES, "## A training step", ["train", "train_gemma4", "train_vl"]),
+        (README, "**A training step**", ["train", "train_gemma4", "train_vl", "train_gemma3"]),
+        (FIGURES, "## A training step", ["train", "train_gemma4", "train_vl", "train_gemma3"]),
         (README, "**A compiled training step**", ["train_compiled"]),
         (FIGURES, "## A compiled training step", ["train_compiled"]),
     ],
