@@ -409,7 +409,11 @@ ROUNDED_BESIDE = (  # causal, heads, lengths, deterministic, splits of a group
 
 @pytest.mark.parametrize(
     ("head_dim", "causal", "heads", "lengths", "deterministic", "splits"),
-    (*((head_dim, *call) for head_dim in (64, 128) for call in ROUNDED_BESIDE), (128, True, (16, 2), (1024,), False, 4)),
+    (
+        *((head_dim, *call) for head_dim in (64, 128) for call in ROUNDED_BESIDE),
+        (128, True, (16, 2), (1024,), False, 4),
+        *((d, *ROUNDED_BESIDE[i]) for d, i in ((80, 0), (80, 5), (96, 2))),
+    ),
 )
 def test_dq_is_rounded_beside_tasks(
     head_dim, causal, heads, lengths, deterministic, splits, emulate, library, monkeypatch, backward_workspaces
@@ -565,7 +569,7 @@ def test_padded_batches_of_few_tokens(lengths, heads, head_dim, deterministic, e
 ROUNDING_WARPS = 96  # csrc/attention/workspace.cuh
 SEMAPHORES = 4  # of a tile of dQ: Workspace::kSemaphores
 # Of the Hopper backward: queries, keys.
-KERNEL_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (64, 64)}
+KERNEL_TILES = {64: (128, 128), 80: (64, 128), 96: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (64, 64)}
 
 
 def count_blocks(case: Case, lengths: tuple[int, ...], seqlen: int, size: int) -> int:
