@@ -386,7 +386,7 @@ def _layout(module, attention_mask, q, k, kwargs) -> tuple[Sequences | None, Doc
                 "attention_mask and cu_seq_lens_q/k: which counts depends on the mask's values, unknown while compiling; pass one"
             )
         if not sequences.has_padding():
-            return None, documents, None
+            return None if sequences.block_ids is None else sequences.within(documents), documents, None
         notice("hf_flash2: attention_mask has padding, so it counts and cu_seq_lens_q/k are not looked at; pass one of the two")
     return sequences, None, None
 

@@ -121,6 +121,17 @@ class Sequences:
         """The blocks of the flattened batch, or None where no token sees one behind it. Synchronises with the host, once per forward."""
         return self._once("blocks", lambda: blocks.find(self.block_ids, self._sequence_numbers(), self.key_mask))
 
+    def within(self, documents: Documents) -> "Sequences":
+        """The same of documents that are known by cu_seqlens alone, without padding: no block reaches from one into another."""
+
+        def starting() -> "Sequences":
+            starts = torch.zeros(self.key_mask.numel() + 1, dtype=torch.bool, device=self.key_mask.device)
+            starts[documents.cu_seqlens_q.long()] = True
+            starts = starts[:-1].view(self.key_mask.shape)
+            return Sequences(self.key_mask, 0, starts, causal=True, whole=self.whole, block_ids=self.block_ids)
+
+        return self._once(("within", documents.cu_seqlens_q.data_ptr()), starting)
+
     def _sequence_numbers(self) -> torch.Tensor:
         """int64 [B, Sk]: of the row, or the document, that each token belongs to."""
         if self.starts is not None:

@@ -423,6 +423,25 @@ def test_gradients_of_each_sample(device):
         tiny.assert_as_exact_as_eager(found[name], truth, truth, name=name)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_documents_that_cu_seq_lens_alone_tell_apart(masked, device):
+    """Two images side by side, each the end, or the beginning, of a document."""
+    models = twins("gemma3", device)
+    inputs = image_models.batch("gemma3", device)
+    ids, types = (x[1:2] for x in inputs.values())  # tokens 0 .. 7 are of images
+    bounds = torch.tensor([0, 4, SEQLEN], dtype=torch.int32, device=device)
+    flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    flash |= {"attention_mask": torch.ones_like(ids)} if masked else {}
+    positions = torch.arange(SEQLEN, device=device)[None]  # which do not begin anew
+    with notices.record_calls() as calls:
+        found = logits(models[0], input_ids=ids, token_type_ids=types, position_ids=positions, use_cache=False, **flash)
+    assert [*calls.values()] == [["blocks"]] * 2
+    for part in (slice(4), slice(4, SEQLEN)):
+        alone = {"input_ids": ids[:, part], "token_type_ids": types[:, part], "position_ids": positions[:, part], "use_cache": False}
+        _, eager, exact = (logits(model, **alone) for model in models)
+        tiny.assert_as_exact_as_eager(found[:, part], eager, exact)
+
+
 def test_patched_and_unpatched(device):
     _, eager, exact = twins("gemma3", device)
     inputs = image_models.batch("gemma3", device) | {"use_cache": False}
