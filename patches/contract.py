@@ -254,10 +254,9 @@ class LogitStep:
     """A scale, or a part of a cap."""
 
     op: str  # "/", "*" or "tanh"
-    number: (
-        str | None
-    )  # where the model has it, as its forward says: "self.config.logits_scaling", with "?" behind it if it may be missing;
-    # None there: there is no such step
+    # Where the model has it, as its forward says: "self.config.logits_scaling", with "?" behind it if it may be missing; None there: there is
+    # no such step.
+    number: str | None
     line: int  # of the forward
 
 
