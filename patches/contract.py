@@ -254,8 +254,8 @@ class LogitStep:
     """A scale, or a part of a cap."""
 
     op: str  # "/", "*" or "tanh"
-    # Where the model has it, as its forward says: "self.config.logits_scaling", with "?" behind it if it may be missing; None there: there is
-    # no such step.
+    # Where the model has it, as its forward says: "self.config.logits_scaling", with "?" behind it if it may be missing; None there: there
+    # is no such step.
     number: str | None
     line: int  # of the forward
 

@@ -234,6 +234,16 @@ def test_dropout_is_of_all_keys(device):
     assert abs(float(outs.mean()) - 1) < 0.01
 
 
+def test_dropout_of_what_is_behind_is_drawn_anew(device):
+    """Key i of a query of the second part is that behind its token i: with the same mask, both would be dropped or none."""
+    mask_function = with_blocks(torch.zeros(BATCH, SEQLEN, dtype=torch.int64, device=device))
+    q, k, v = qkv(device)
+    keys = torch.eye(SEQLEN, v.shape[-1], device=device, dtype=DTYPE).expand_as(v)  # out says which were kept
+    out, _ = interface.hf_flash2_attention(Layer(), 0 * q, 0 * k, keys, mask_of(mask_function, device, None), dropout=0.5)
+    itself, behind = (out.diagonal(offset, 1, 3)[..., : SEQLEN - 1] != 0 for offset in (0, 1))  # [B, H, S - 1]
+    assert itself.any() and behind.any() and not torch.equal(itself, behind)
+
+
 @pytest.mark.skipif(tiny.DTYPES[0] != torch.float32, reason="differences of outs in a half type are rounding")
 def test_gradients_under_dropout(device):
     """Of the same masks as out, in both parts: by central differences, in float64."""
