@@ -293,19 +293,19 @@ def _config(preset: Preset):
         "tie_word_embeddings": preset.tied, "max_position_embeddings": preset.seqlen,
         "initializer_range": _spread(preset, preset.hidden), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+    if preset.tower:
+        tower = {"initializer_range": _spread(preset, preset.tower["hidden_size"]), **preset.tower}
     if preset.image:
-        tower = {"initializer_range": _spread(preset, preset.tower["hidden_size"]), "vision_use_head": False, **preset.tower}
         # A window of Gemma 3's; scores of a standard deviation of 2.
         sizes |= {"head_dim": max(16, preset.hidden // 10), "sliding_window": 4 * preset.image}
         sizes |= {"query_pre_attn_scalar": sizes["head_dim"] // 4}
         return AutoConfig.for_model(
-            "gemma3", text_config=sizes, vision_config=tower, mm_tokens_per_image=preset.image, image_token_id=preset.image_token,
-            boi_token_index=None, eoi_token_index=None, tie_word_embeddings=preset.tied,
+            "gemma3", text_config=sizes, vision_config=tower | {"vision_use_head": False}, mm_tokens_per_image=preset.image,
+            image_token_id=preset.image_token, boi_token_index=None, eoi_token_index=None, tie_word_embeddings=preset.tied,
         )  # fmt: skip
     if preset.tower:
         half = preset.hidden // preset.heads // 2  # pairs of a head: a quarter of them turns with time, the rest with height and width
         rope = {"rope_type": "default", "type": "default", "mrope_section": [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]}
-        tower = {"initializer_range": _spread(preset, preset.tower["hidden_size"]), **preset.tower}
         return AutoConfig.for_model(
             "qwen2_5_vl", text_config=sizes | {"rope_scaling": rope}, vision_config=tower, tie_word_embeddings=preset.tied,
             image_token_id=preset.image_token,

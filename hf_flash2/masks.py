@@ -255,7 +255,7 @@ def hf_flash2_mask(
         real = real if attention_mask is None else _real_keys(attention_mask, kv_length, kv_offset)
         starts = None if pattern.documents is None else _first_tokens(pattern.documents.expand(batch_size, -1))
         sequences = Sequences(real, 0, starts, causal=True, whole=attention_mask is None, block_ids=pattern.block_ids)
-        return attach(mask_of_blocks(sequences), sequences)
+        return mask_of_blocks(sequences)
     agree = _layers_agree(type(kwargs.get("config")), pattern.causal)
     code = None if agree else _CAUSAL if pattern.causal else _BIDIRECTIONAL
     if pattern.documents is not None:
@@ -291,9 +291,9 @@ def hf_flash2_mask(
 
 
 def mask_of_blocks(sequences: Sequences) -> torch.Tensor:
-    """The form for blocks listed above `ATTRIBUTE`, without the attribute."""
+    """The form for blocks listed above `ATTRIBUTE`."""
     planes = (sequences.key_mask, sequences.block_ids, sequences.starts)
-    return torch.stack([plane.to(torch.int32) for plane in planes if plane is not None], 1)
+    return attach(torch.stack([plane.to(torch.int32) for plane in planes if plane is not None], 1), sequences)
 
 
 def _of_blocks(pattern: "_Pattern", batch_size: int, attention_mask, q_length: int, kv_length: int, kv_offset: int) -> "_Pattern":
@@ -479,7 +479,7 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
             within = closed_over["mask_function"]
             pattern = _read_mask_function(within, keys_end, config)
             # Chunks are of positions then, which may be any, and so are the tokens whose blocks it looks up.
-            return _Pattern(_CUSTOM_PATTERN) if _has_chunks(within) or pattern.block_ids is not None else pattern
+            return _Pattern(_CUSTOM_PATTERN) if _is_made_of(within, _CHUNKS) or pattern.block_ids is not None else pattern
         case "packed_sequence_mask_function":
             return _Pattern(causal=False, documents=closed_over["packed_sequence_mask"])
         case _ if name in _CHUNKS and closed_over["chunk_size"] >= keys_end:  # all keys lie in the first chunk
@@ -488,25 +488,21 @@ def _read_mask_function(mask_function: Callable, keys_end: int, config: Any) -> 
 
 
 _CHUNKS = ("chunked_overlay", "_legacy_chunked_overlay")
+_REMAPPED = "remap_positions_for_packed_sequence"
 
 
-def _has_chunks(mask_function: Callable) -> bool:
+def _is_made_of(mask_function: Callable, names: tuple[str, ...]) -> bool:
+    """Whether a mask function, or one that has to agree with others in it, is made by one of these."""
     name, closed_over = _made_by(mask_function)
-    return name in _CHUNKS or (name == "and_masks" and any(map(_has_chunks, closed_over["mask_functions"])))
-
-
-def _has_window(mask_function: Callable) -> bool:
-    name, closed_over = _made_by(mask_function)
-    if name == "remap_positions_for_packed_sequence":
-        return _has_window(closed_over["mask_function"])
-    return name == "sliding_window_overlay" or (name == "and_masks" and any(map(_has_window, closed_over["mask_functions"])))
+    parts = closed_over["mask_functions"] if name == "and_masks" else (closed_over["mask_function"],) if name == _REMAPPED else ()
+    return name in names or any(_is_made_of(part, names) for part in parts)
 
 
 def _adds_documents(mask_function: Callable) -> bool:
     """Whether the documents of a mask function that was understood are what Transformers itself adds, last, to a pattern within each."""
     name, closed_over = _made_by(mask_function)
     parts = closed_over["mask_functions"] if name == "and_masks" else ()
-    if [_made_by(part)[0] for part in parts] != ["remap_positions_for_packed_sequence", "packed_sequence_mask_function"]:
+    if [_made_by(part)[0] for part in parts] != [_REMAPPED, "packed_sequence_mask_function"]:
         return False
     return _read_mask_function(parts[0], sys.maxsize, None).documents is None
 
@@ -527,7 +523,7 @@ def _read_union(mask_functions: tuple[Callable, ...], keys_end: int, config: Any
         made_by, of_overlay = _made_by(overlays[0])
         pattern = _read_mask_function(mask_function, keys_end, config)
         if made_by == "blockwise_overlay" and pattern.causal and pattern.documents is None and pattern.block_ids is None:
-            window = getattr(config, "sliding_window", None) if _has_window(mask_function) else None
+            window = getattr(config, "sliding_window", None) if _is_made_of(mask_function, ("sliding_window_overlay",)) else None
             narrower = window if window is not None and window < keys_end else None
             return pattern._replace(block_ids=of_overlay["block_sequence_ids"], narrower=narrower)
     name, closed_over = _made_by(mask_function)

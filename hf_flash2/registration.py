@@ -200,19 +200,21 @@ def _is_beyond_flash_for_its_blocks(model_class: type) -> bool:
     says = [vars(c)["_supports_flash_attn"] for c in own if "_supports_flash_attn" in vars(c)]
     if not says or says[0] or not any(says):
         return False
-    return any("block_sequence_ids" in body for body in _bodies_of_what_it_makes(model_class))
+    return _is_made_with(model_class, re.compile("block_sequence_ids"))
 
 
 @functools.cache
 def _always_finds_eager(model_class: type) -> bool:
     """Whether the model makes layers that find eager attention whatever its config names, as those of Kosmos-2.5's vision tower."""
-    return any(LOOKED_UP_AS_ATTRIBUTE.search(body) for body in _bodies_of_what_it_makes(model_class))
+    return _is_made_with(model_class, LOOKED_UP_AS_ATTRIBUTE)
 
 
-def _bodies_of_what_it_makes(model_class: type) -> list[str]:
-    """The sources of the classes of a model, and of those in the same modules that it is made of."""
+def _is_made_with(model_class: type, pattern: re.Pattern) -> bool:
+    """Whether something is in the sources of the classes of a model, or of those in the same modules that it is made of."""
     own = _own_classes(model_class)
     source = "\n".join(source_of(name) for name in {c.__module__ for c in own})
+    if pattern.search(source) is None:
+        return False
     _, *parts = re.split(r"^class (\w+)", source, flags=re.MULTILINE)
     bodies = dict(zip(parts[::2], parts[1::2], strict=True))
     made, found = set(), {c.__name__ for c in own}
@@ -220,7 +222,7 @@ def _bodies_of_what_it_makes(model_class: type) -> list[str]:
         name = found.pop()
         made.add(name)
         found |= set(re.findall(r"\b(\w+)\(", bodies.get(name, ""))) & bodies.keys() - made
-    return [bodies.get(name, "") for name in made]
+    return any(pattern.search(bodies.get(name, "")) for name in made)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import context_parallel, ops, packing
 from ..interface import hf_flash2_attention
-from ..masks import ATTRIBUTE, Sequences, attach, mask_of_blocks
+from ..masks import ATTRIBUTE, Sequences, mask_of_blocks
 from ..notices import CALLS, NAME
 from ..shareable import rope_parameters, rotates_by_length
 from .binding import by_name, upstream
@@ -69,7 +69,7 @@ class Packing:
         row = self.indices // self.seqlen
         starts = F.pad(row[1:] != row[:-1], (1, 0), value=True).unsqueeze(0)
         sequences = Sequences(torch.ones_like(starts), 0, starts, causal=True, block_ids=self.pack(block_ids))
-        return attach(mask_of_blocks(sequences), sequences)
+        return mask_of_blocks(sequences)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[1, T, ...] -> [batch, seqlen, ...], zero in the padding"""

@@ -357,7 +357,7 @@ def test_masks_that_say_something_else_run_padded():
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     given = {"input_ids": ids, "use_cache": False}
     described = masks.Sequences(mask.bool(), 0, causal=True, block_ids=torch.full_like(ids, -1))
-    as_given = masks.attach(masks.mask_of_blocks(described), described)
+    as_given = masks.mask_of_blocks(described)
     other = masks.attach(mask.flip(1).bool(), masks.Sequences(mask.flip(1).bool(), causal=True))
     both_sides = masks.attach(mask.bool(), masks.Sequences(mask.bool(), causal=False))
     for full in (as_given.clone(), other, both_sides):
